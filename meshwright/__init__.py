@@ -1,0 +1,1 @@
+"""Meshwright: automatic parallel planning and execution for PyTorch models."""

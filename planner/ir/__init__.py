@@ -1,0 +1,1 @@
+"""The values that everything else is written in; imports nothing else of ours."""

@@ -1,0 +1,304 @@
+"""The plan: everything the runtime, the reports and export need to know, frozen, hashed, readable JSON.
+
+A plan says for every op of the captured graph which placements it reads and writes, for every parameter where it rests,
+and for every change of placement which path of collectives it takes. A hand-written plan is a legal input.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from meshwright.planner.ir.errors import PlanFormatError
+from meshwright.planner.ir.mesh import MeshShape
+from meshwright.planner.ir.spec import Placements, format_placements, parse_placements
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class OpSpec:
+    """Placements that an op reads (one per ``Op.ins``) and makes (one per ``Op.outs``, None for a missing result)."""
+
+    ins: tuple[Placements, ...]
+    outs: tuple[Placements | None, ...]
+
+    def __str__(self) -> str:
+        ins = ",".join(map(format_placements, self.ins))
+        return f"{ins}->{','.join('-' if p is None else format_placements(p) for p in self.outs)}"
+
+    @classmethod
+    def parse(cls, text: str) -> OpSpec:
+        ins, arrow, outs = text.partition("->")
+        if not arrow:
+            raise PlanFormatError(f"op spec {text!r} has no '->'")
+        return cls(
+            tuple(parse_placements(t) for t in ins.split(",") if t),
+            tuple(None if t == "-" else parse_placements(t) for t in outs.split(",")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective that the plan predicts: ``count`` equal ones.
+
+    Attributes:
+        kind: ``all_gather``, ``all_reduce``, ``reduce_scatter`` or ``all_to_all``.
+        axis: index of the mesh axis it runs over.
+        bytes: bytes of the larger of the local input and the local output.
+        time_s: predicted seconds of one.
+        hidden: whether it can be issued ahead and hide behind compute (a parameter's gather, a gradient's reduction).
+        count: how many.
+    """
+
+    kind: str
+    axis: int
+    bytes: int
+    time_s: float
+    hidden: bool
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Redistribution:
+    """One value brought from the placement it was made in to one that is needed.
+
+    Attributes:
+        value: name of the value.
+        phase: phase of the ops that need it: a value read in both phases is redistributed in each.
+        path: the placements passed through, first that of the producer; neighbours differ in one mesh axis.
+    """
+
+    value: str
+    phase: str
+    path: tuple[Placements, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What one training step (or one inference call) is predicted to take, per device.
+
+    Attributes:
+        compute_s: kernels.
+        exposed_s: communication that nothing hides.
+        hidden_s: communication that can be issued ahead.
+        step_time_s: the whole step: exposed, plus the longer of compute and hidden, phase by phase.
+        memory_bytes: bytes by category: ``parameters``, ``gradients``, ``optimizer``, ``activations``, ...
+    """
+
+    compute_s: float
+    exposed_s: float
+    hidden_s: float
+    step_time_s: float
+    memory_bytes: Mapping[str, int]
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        return sum(self.memory_bytes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """Ops that run replicated because no rule is known for them.
+
+    Attributes:
+        target: overload name.
+        count: how many such ops.
+        time_s: what they cost per step, replicated.
+        bytes: bytes of their results, replicated.
+    """
+
+    target: str
+    count: int
+    time_s: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A named strategy beside the chosen plan.
+
+    Attributes:
+        strategy: its name.
+        fits: whether it fits the memory limit.
+        step_time_s: predicted, or None where it cannot be planned at all.
+        peak_memory_bytes: predicted, or None likewise.
+        reason: why it does not fit or exist, or ``""``.
+    """
+
+    strategy: str
+    fits: bool
+    step_time_s: float | None
+    peak_memory_bytes: int | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A complete plan for one captured program on one mesh.
+
+    Attributes:
+        graph_hash: :attr:`OpGraph.hash` of the program it is for.
+        model: the model's class name, for people.
+        mesh: logical mesh.
+        device: device name; ``links`` the link name of each mesh axis.
+        memory_limit_bytes: the limit it was planned under.
+        strategy: the name asked for (``"auto"``, ``"ddp"``, ...).
+        precision: None or ``"bf16-mixed"``.
+        optimizer: name of the optimizer whose state was counted.
+        training: whether it has a backward.
+        inputs: placement of every placeholder by value name: parameters and buffers at rest, batch, tangents.
+        ops: spec of every op by name.
+        outputs: final placement of every result of the graph, in order; None where there is no tensor. A parameter's
+            gradient ends in the parameter's own placement.
+        redistributions: the paths; one that is not listed takes :func:`~meshwright.planner.ir.redistribute.default_path`.
+        collectives: predicted collectives of one step, grouped.
+        predicted: predicted time and memory.
+        bound_s: proved lower bound of the objective; ``objective_s`` its value for this plan; ``gap`` their relative
+            distance (0 where proved optimal).
+        fallbacks: ops without a rule.
+        alternatives: the named strategies beside it.
+        solver: phases and sizes: ``{"trace_s": ..., "solve_s": ..., "variables": ...}``.
+        folded: ``{"classes": ..., "clusters": ..., "blocks": ...}``: what was decided once for many.
+        notes: sentences the reader must know (options ignored, limits reached).
+    """
+
+    graph_hash: str
+    model: str
+    mesh: MeshShape
+    device: str
+    links: tuple[str, ...]
+    memory_limit_bytes: int
+    strategy: str
+    precision: str | None
+    optimizer: str
+    training: bool
+    inputs: Mapping[str, Placements]
+    ops: Mapping[str, OpSpec]
+    outputs: tuple[Placements | None, ...]
+    redistributions: tuple[Redistribution, ...]
+    collectives: tuple[Collective, ...]
+    predicted: Prediction
+    objective_s: float
+    bound_s: float
+    gap: float
+    fallbacks: tuple[Fallback, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    solver: Mapping[str, Any] = field(default_factory=dict)
+    folded: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    schema_version: int = SCHEMA_VERSION
+
+    @cached_property
+    def hash(self) -> str:
+        """sha256 of what the plan *does* (program, mesh, placements, paths), not of times, solver or notes."""
+        does = {
+            k: self.to_json_dict()[k]
+            for k in ("schema_version", "graph_hash", "mesh", "precision", "inputs", "ops", "outputs", "redistributions")
+        }
+        return hashlib.sha256(json.dumps(does, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def paths(self) -> dict[tuple[str, str, Placements], tuple[Placements, ...]]:
+        """(value, phase, wanted placements) to the listed path."""
+        return {(r.value, r.phase, r.path[-1]): r.path for r in self.redistributions}
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """The plan as JSON-ready data."""
+        return {
+            "schema_version": self.schema_version,
+            "graph_hash": self.graph_hash,
+            "model": self.model,
+            "mesh": {"sizes": list(self.mesh.sizes), "names": list(self.mesh.names)},
+            "device": self.device,
+            "links": list(self.links),
+            "memory_limit_bytes": self.memory_limit_bytes,
+            "strategy": self.strategy,
+            "precision": self.precision,
+            "optimizer": self.optimizer,
+            "training": self.training,
+            "inputs": {k: format_placements(v) for k, v in self.inputs.items()},
+            "ops": {k: str(v) for k, v in self.ops.items()},
+            "outputs": [None if p is None else format_placements(p) for p in self.outputs],
+            "redistributions": [[r.value, r.phase, *map(format_placements, r.path)] for r in self.redistributions],
+            "collectives": [asdict(c) for c in self.collectives],
+            "predicted": {**asdict(self.predicted), "memory_bytes": dict(self.predicted.memory_bytes)},
+            "objective_s": self.objective_s,
+            "bound_s": self.bound_s,
+            "gap": self.gap,
+            "fallbacks": [asdict(f) for f in self.fallbacks],
+            "alternatives": [asdict(a) for a in self.alternatives],
+            "solver": dict(self.solver),
+            "folded": dict(self.folded),
+            "notes": list(self.notes),
+        }
+
+    def to_json(self) -> str:
+        """The plan as JSON text, with its hash."""
+        return json.dumps({**self.to_json_dict(), "hash": self.hash}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan back.
+
+        Raises:
+            PlanFormatError: not JSON, of another schema version, a field missing or malformed, or the hash differs.
+        """
+        try:
+            data = json.loads(text)
+        except ValueError as e:
+            raise PlanFormatError(f"a plan must be JSON: {e}") from None
+        if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
+            found = data.get("schema_version") if isinstance(data, dict) else type(data).__name__
+            raise PlanFormatError(f"plan has schema version {found!r}, this version reads {SCHEMA_VERSION}: plan again")
+        stated = data.pop("hash", None)
+        try:
+            plan = cls(
+                **{
+                    **data,
+                    "mesh": MeshShape(tuple(data["mesh"]["sizes"]), tuple(data["mesh"]["names"])),
+                    "links": tuple(data["links"]),
+                    "inputs": {k: parse_placements(v) for k, v in data["inputs"].items()},
+                    "ops": {k: OpSpec.parse(v) for k, v in data["ops"].items()},
+                    "outputs": tuple(None if p is None else parse_placements(p) for p in data["outputs"]),
+                    "redistributions": tuple(
+                        Redistribution(v, phase, tuple(map(parse_placements, path)))
+                        for v, phase, *path in data["redistributions"]
+                    ),
+                    "collectives": tuple(Collective(**c) for c in data["collectives"]),
+                    "predicted": Prediction(**data["predicted"]),
+                    "fallbacks": tuple(Fallback(**f) for f in data["fallbacks"]),
+                    "alternatives": tuple(Alternative(**a) for a in data["alternatives"]),
+                    "notes": tuple(data["notes"]),
+                }
+            )
+        except PlanFormatError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise PlanFormatError(f"plan is malformed: {type(e).__name__}: {e}") from None
+        if stated is not None and stated != plan.hash:
+            raise PlanFormatError(
+                f"plan hash is {plan.hash[:12]} but the file states {str(stated)[:12]}: it was edited; delete its 'hash' field if that was meant"
+            )
+        return plan
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan written by :meth:`save`.
+
+        Raises:
+            PlanFormatError: see :meth:`from_json`, or the file cannot be read.
+        """
+        try:
+            return cls.from_json(Path(path).read_text())
+        except OSError as e:
+            raise PlanFormatError(f"plan file {path} cannot be read: {e.strerror}") from None
