@@ -9,14 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshwright.planner.ir.errors import PlanFormatError
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.spec import Placements, format_placements, parse_placements
+
+if TYPE_CHECKING:
+    from meshwright.planner.ir.graph import OpGraph
 
 SCHEMA_VERSION = 1
 
@@ -138,6 +141,42 @@ class Alternative:
     reason: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class InputInfo:
+    """What a placeholder is, for reports: they see the plan alone.
+
+    Attributes:
+        role: as in ``GraphInput.role``.
+        name: FQN or path in the call.
+        shape: global shape.
+        dtype: dtype name without ``torch.``.
+        aliases: further FQNs of a tied parameter.
+    """
+
+    role: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OpInfo:
+    """What an op is, for reports.
+
+    Attributes:
+        target: overload name.
+        phase: ``"forward"`` or ``"backward"``.
+        module_path: dotted path of the module that called it.
+        shape: global shape of its first result.
+    """
+
+    target: str
+    phase: str
+    module_path: str
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Plan:
     """A complete plan for one captured program on one mesh.
@@ -166,6 +205,8 @@ class Plan:
         solver: phases and sizes: ``{"trace_s": ..., "solve_s": ..., "variables": ...}``.
         folded: ``{"classes": ..., "clusters": ..., "blocks": ...}``: what was decided once for many.
         notes: sentences the reader must know (options ignored, limits reached).
+        input_info: what each placeholder is, by value name; for reports only.
+        op_info: what each op is, by name; for reports only.
     """
 
     graph_hash: str
@@ -192,13 +233,16 @@ class Plan:
     solver: Mapping[str, Any] = field(default_factory=dict)
     folded: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    input_info: Mapping[str, InputInfo] = field(default_factory=dict)
+    op_info: Mapping[str, OpInfo] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 
     @cached_property
     def hash(self) -> str:
         """sha256 of what the plan *does* (program, mesh, placements, paths), not of times, solver or notes."""
+        data = self.to_json_dict()
         does = {
-            k: self.to_json_dict()[k]
+            k: data[k]
             for k in ("schema_version", "graph_hash", "mesh", "precision", "inputs", "ops", "outputs", "redistributions")
         }
         return hashlib.sha256(json.dumps(does, sort_keys=True).encode()).hexdigest()
@@ -236,6 +280,8 @@ class Plan:
             "solver": dict(self.solver),
             "folded": dict(self.folded),
             "notes": list(self.notes),
+            "input_info": {k: asdict(v) for k, v in self.input_info.items()},
+            "op_info": {k: asdict(v) for k, v in self.op_info.items()},
         }
 
     def to_json(self) -> str:
@@ -275,6 +321,8 @@ class Plan:
                     "fallbacks": tuple(Fallback(**f) for f in data["fallbacks"]),
                     "alternatives": tuple(Alternative(**a) for a in data["alternatives"]),
                     "notes": tuple(data["notes"]),
+                    "input_info": {k: _info(InputInfo, v) for k, v in data.get("input_info", {}).items()},
+                    "op_info": {k: _info(OpInfo, v) for k, v in data.get("op_info", {}).items()},
                 }
             )
         except PlanFormatError:
@@ -286,6 +334,22 @@ class Plan:
                 f"plan hash is {plan.hash[:12]} but the file states {str(stated)[:12]}: it was edited; delete its 'hash' field if that was meant"
             )
         return plan
+
+    def described(self, graph: OpGraph) -> Plan:
+        """This plan with ``input_info`` and ``op_info`` filled from the program it is for."""
+        inputs = {
+            i.value.name: InputInfo(i.role, i.name, i.value.shape, _dtype_name(i.value.dtype), i.aliases) for i in graph.inputs
+        }
+        ops = {
+            op.name: OpInfo(op.target, op.phase, op.module_path, next((v.shape for v in op.outs if v), ())) for op in graph.ops
+        }
+        return replace(self, input_info=inputs, op_info=ops)
+
+    def report(self, *, width: int | None = None) -> str:
+        """The plan as a text table for people; ``width`` in columns (default: the terminal's, or 120)."""
+        from meshwright.report import report  # the one import upwards: a method where people look for it
+
+        return report(self, width=width)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -302,3 +366,14 @@ class Plan:
             return cls.from_json(Path(path).read_text())
         except OSError as e:
             raise PlanFormatError(f"plan file {path} cannot be read: {e.strerror}") from None
+
+
+Info = TypeVar("Info", InputInfo, OpInfo)
+
+
+def _info(kind: type[Info], data: Mapping[str, Any]) -> Info:
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
