@@ -180,6 +180,19 @@ def max_local_shape(shape: Sequence[int], placements: Sequence[Placement], sizes
     return tuple(left)
 
 
+def local_shape(
+    shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
+) -> tuple[int, ...]:
+    """The shape of the very piece at ``coordinate``, uneven pieces included: that of :func:`local_slice`."""
+    left = list(shape)
+    for axis, (p, n, i) in enumerate(zip(placements, sizes, coordinate, strict=True)):
+        if p.is_shard:
+            groups = 1 if p.split == 1 else _local_groups(placements, sizes, axis)
+            start, end = chunk_bounds(left[p.dim] // groups, n, i)
+            left[p.dim] = groups * (end - start)
+    return tuple(left)
+
+
 def local_numel(shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int]) -> int:
     """Elements of the largest piece."""
     return math.prod(max_local_shape(shape, placements, sizes))
