@@ -372,7 +372,8 @@ Info = TypeVar("Info", InputInfo, OpInfo)
 
 
 def _info(kind: type[Info], data: Mapping[str, Any]) -> Info:
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+    return kind(**fields)
 
 
 def _dtype_name(dtype: Any) -> str:

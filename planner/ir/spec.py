@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -244,7 +244,7 @@ def join_shards(
     """The whole tensor from every coordinate's piece; the inverse of :func:`local_slice`, and it completes ``P``."""
     import torch
 
-    reduce = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+    reduce: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
     for axis in reversed(range(len(sizes))):
         p, n = placements[axis], sizes[axis]
         merged: dict[tuple[int, ...], torch.Tensor] = {}
