@@ -1,0 +1,151 @@
+"""The two functions: :func:`plan` for anywhere, :func:`autoparallelize` for the ranks of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from meshwright.inputs import call_of, model_of
+from meshwright.lazy import LazyParallelModule, Maker
+from meshwright.planner.ir.errors import InputError
+from meshwright.planner.ir.hardware import Hardware
+from meshwright.planner.ir.mesh import Cluster, MeshShape
+from meshwright.planner.ir.plan import Plan
+from meshwright.planning import Progress, Request, capture_call, model_name, one_of, plan_capture
+from meshwright.target import target_of
+
+BATCHES = ("global", "local")
+OUTPUTS = ("auto", "full")
+
+
+def plan(
+    model: torch.nn.Module | Callable[[], torch.nn.Module],
+    mesh_or_cluster: DeviceMesh | MeshShape | Cluster | str,
+    example_inputs: Any,
+    *,
+    strategy: str = "auto",
+    memory_limit: int | str | None = None,
+    optimizer: str = "adamw",
+    precision: str | None = None,
+    hardware: Hardware | str | None = None,
+    pins: Mapping[str, Any] | None = None,
+    on_missing_rule: str = "replicate",
+    respect_axis_names: bool = False,
+    training: bool | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Plan how a model trains (or infers) across a mesh. Needs neither the devices nor a process group.
+
+    Args:
+        model: the module, or a callable that makes it (called on the meta device: no memory whatever the size).
+        mesh_or_cluster: torch's ``DeviceMesh``, a :class:`MeshShape`, a :class:`Cluster`, or text as ``"8x8xH100"``.
+        example_inputs: a tuple (positional), a dict (keywords), one tensor, or a callable giving either; real, fake or meta
+            tensors with the shapes of the *global* batch.
+        strategy: ``"auto"``, or ``"ddp"``, ``"zero3"`` (``"fsdp"``), ``"tp"``: the same search with less choice.
+        memory_limit: bytes per device, or text as ``"60GiB"``. Default: the device's memory less a reserve that the plan names.
+        optimizer: whose state is counted.
+        precision: None (as the model is), or ``"bf16-mixed"``: bf16 compute, fp32 parameters and gradient reduction.
+        hardware: a :class:`Hardware` record, or the name of a known device.
+        pins: what you fix: name pattern of a parameter, an input or an op to placements, ``{"*.mlp.up.weight": "RS(0)"}``.
+        on_missing_rule: for an op without a sharding rule: ``"replicate"`` it and say so, or ``"error"``.
+        respect_axis_names: whether axes named ``dp``, ``fsdp``, ``tp`` say what they are for; else the search is free.
+        training: whether to plan a backward. Default: whether the model is in training mode and has something to train.
+        progress: called with the name of each phase as it begins.
+
+    Raises:
+        InputError: an argument that cannot be used.
+        TraceError: the model cannot be captured.
+        NoRuleError: an op has no rule and ``on_missing_rule="error"``.
+        InfeasibleError: nothing satisfies memory limit, strategy and pins together.
+    """
+    request = Request(strategy, memory_limit, optimizer, precision, pins, on_missing_rule, respect_axis_names)
+    target = target_of(mesh_or_cluster, hardware)
+    module = model_of(model)
+    capture, times = capture_call(module, call_of(example_inputs), request, training, progress)
+    return plan_capture(capture, target, request, model_name(module), times, progress)
+
+
+def autoparallelize(
+    model: torch.nn.Module,
+    mesh: DeviceMesh | MeshShape | tuple[int, ...],
+    example_inputs: Any = None,
+    *,
+    strategy: str = "auto",
+    plan: Plan | None = None,
+    precision: str | None = None,
+    compile: bool = False,
+    hardware: Hardware | str | None = None,
+    batch: str = "global",
+    outputs: str = "auto",
+    memory_limit: int | str | None = None,
+    optimizer: str = "adamw",
+    pins: Mapping[str, Any] | None = None,
+    on_missing_rule: str = "replicate",
+    respect_axis_names: bool = False,
+) -> torch.nn.Module:
+    """Make the module that trains across ``mesh``. Call it on every rank, with the same arguments.
+
+    The result has the original parameter names and works with any ``torch.optim`` optimizer, ``loss.backward()``,
+    ``clip_grad_norm_`` and ``state_dict``. The first rank plans and gives the plan to the others.
+
+    Args:
+        model: the module; every rank passes the same weights.
+        mesh: torch's ``DeviceMesh``; a tuple of sizes or a :class:`MeshShape` makes one over the first ranks of the world.
+        example_inputs: as for :func:`plan`. None: plan at the first call, with that call's batch.
+        plan: a plan made before for this model and mesh; nothing is searched then.
+        compile: whether forward and backward go through Inductor.
+        batch: ``"global"``: every rank passes the whole batch; ``"local"``: its own piece, as ``plan.inputs`` says.
+        outputs: ``"auto"``: a loss comes as a plain tensor and what is beside it as DTensors; ``"full"``: all plain and whole.
+        strategy, precision, hardware, memory_limit, optimizer, pins, on_missing_rule, respect_axis_names: as for :func:`plan`.
+
+    Raises:
+        InputError: an argument that cannot be used; the process group is not initialised; the mesh is larger than the
+            world; the plan is for another model or mesh.
+        MeshwrightError: what :func:`plan` raises.
+    """
+    one_of("batch", batch, BATCHES)
+    one_of("outputs", outputs, OUTPUTS)
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"model is {type(model).__name__}; it must be an nn.Module")
+    device_mesh = running_mesh(mesh)
+    precision = precision if plan is None else plan.precision
+    request = Request(strategy, memory_limit, optimizer, precision, pins, on_missing_rule, respect_axis_names)
+    maker = Maker(device_mesh, target_of(device_mesh, hardware), request, plan, batch, outputs, compile)
+    if example_inputs is not None:
+        return maker.make(model, call_of(example_inputs))
+    if batch == "local":
+        raise InputError(
+            'batch="local" needs example_inputs with the global shapes: a local batch alone does not say how it was cut'
+        )
+    return LazyParallelModule(model, maker)
+
+
+def running_mesh(mesh: DeviceMesh | MeshShape | tuple[int, ...]) -> DeviceMesh:
+    """The device mesh of the running process group.
+
+    Raises:
+        InputError: no process group, more devices than ranks, or this rank is not in the mesh.
+    """
+    if isinstance(mesh, tuple) and all(isinstance(n, int) for n in mesh):
+        mesh = MeshShape.of(*mesh)
+    if isinstance(mesh, str | Cluster):
+        raise InputError(f"mesh {mesh} is a cluster to plan for; to run, pass a torch DeviceMesh, or sizes as (2, 2)")
+    if not dist.is_available() or not dist.is_initialized():
+        raise InputError(
+            "no process group: start the script with torchrun or `meshwright run -n 4 script.py`, "
+            "and call torch.distributed.init_process_group() first"
+        )
+    if isinstance(mesh, MeshShape):
+        if mesh.num_devices > dist.get_world_size():
+            raise InputError(f"mesh {mesh} needs {mesh.num_devices} ranks, and the world has {dist.get_world_size()}")
+        device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        mesh = init_device_mesh(device_type, mesh.sizes, mesh_dim_names=mesh.names)
+    if not isinstance(mesh, DeviceMesh):
+        raise InputError(f"mesh is {type(mesh).__name__}; it must be a torch DeviceMesh, a MeshShape or a tuple of sizes")
+    if mesh.get_coordinate() is None:
+        raise InputError(f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.flatten().tolist()}")
+    return mesh

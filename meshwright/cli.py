@@ -1,0 +1,143 @@
+"""The command line: the same words as the functions. Errors that a user can cause are one line and exit code 2."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from meshwright.planner.ir.errors import MeshwrightError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Plan and run PyTorch models across device meshes.",
+)
+_debug = False
+
+
+@app.callback()
+def _options(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of errors.")] = False) -> None:
+    global _debug
+    _debug = debug
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="A Hugging Face config.json (or its directory), or package.module:factory.")],
+    cluster: Annotated[str, typer.Option(help="NODESxDEVICESxKIND, for example 8x8xH100.")],
+    batch: Annotated[int, typer.Option(min=1, help="Global batch size.")],
+    seq: Annotated[int, typer.Option(min=1, help="Sequence length.")] = 2048,
+    strategy: Annotated[str, typer.Option(help="auto, ddp, zero3 (fsdp) or tp.")] = "auto",
+    memory: Annotated[str | None, typer.Option(help="Limit per device, for example 60GiB.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16-mixed, or leave the model's own.")] = None,
+    optimizer: Annotated[str, typer.Option(help="Whose state is counted.")] = "adamw",
+    inference: Annotated[bool, typer.Option("--inference", help="Plan without a backward.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the plan here.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON instead of the report.")] = False,
+) -> None:
+    """Plan a model for a cluster and print the report. Needs no accelerator."""
+    from meshwright.planner.ir.mesh import Cluster
+
+    where = Cluster.parse(cluster)
+    with _Phases(Console(stderr=True)) as phases:
+        phases("load")
+        from meshwright.api import plan as make_plan
+        from meshwright.models import load_named
+
+        named = load_named(model, batch, seq)
+        if inference:
+            named.model.eval()
+        made = make_plan(
+            named.model,
+            where,
+            named.example_inputs,
+            strategy=strategy,
+            memory_limit=memory,
+            precision=precision,
+            optimizer=optimizer,
+            training=False if inference else None,
+            progress=phases,
+        )
+    if out is not None:
+        made.save(out)
+    if json:
+        typer.echo(made.to_json())
+        return
+    from meshwright.report import print_report
+
+    print_report(made, Console(highlight=False))
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def run(
+    script: Annotated[str, typer.Argument(help="The script that every rank runs.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Number of local ranks.")] = 1,
+) -> None:
+    """Run a script on local ranks, through torchrun's own machinery."""
+    if not Path(script).is_file():
+        from meshwright.planner.ir.errors import InputError
+
+        raise InputError(f"script {script!r} does not exist")
+    from meshwright.runtime.launch import run_script
+
+    raise typer.Exit(run_script(script, args or [], ranks))
+
+
+@app.command()
+def devices() -> None:
+    """List the devices that plans can be made for, and this machine's own."""
+    import torch
+    from rich.table import Table
+
+    from meshwright.planner.cost import DEVICES
+    from meshwright.report.units import format_bytes
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("device", "memory", "bandwidth", "bf16 peak", "source"):
+        table.add_column(column)
+    for name, device in DEVICES.items():
+        peak = device.peak_flops_per_s.get("bfloat16", 0.0)
+        rates = (f"{device.memory_bytes_per_s / 1e9:,.0f} GB/s", f"{peak / 1e12:,.1f} TFLOP/s")
+        table.add_row(name, format_bytes(device.memory_bytes), *rates, device.source)
+    console = Console(highlight=False)
+    console.print(table)
+    here = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    console.print(f"\nthis machine: {', '.join(here) or 'no CUDA device'}; torch {torch.__version__}")
+
+
+class _Phases:
+    """Names the running phase on a terminal's error stream; silent where there is no terminal."""
+
+    def __init__(self, console: Console):
+        self._status = console.status("start") if console.is_terminal else None
+
+    def __call__(self, phase: str) -> None:
+        if self._status is not None:
+            self._status.update(phase)
+
+    def __enter__(self) -> _Phases:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+
+def main() -> None:
+    """Entry point of ``meshwright`` and ``python -m meshwright``."""
+    try:
+        app()
+    except MeshwrightError as e:
+        if _debug:
+            raise
+        first, *rest = [str(e), *getattr(e, "__notes__", ())]
+        print("meshwright: " + "; ".join([" ".join(first.split()), *rest]), file=sys.stderr)
+        sys.exit(2)

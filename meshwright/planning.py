@@ -1,0 +1,154 @@
+"""From a model and a call of it to a plan: capture, recomputation, search; and the same once for many ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.inputs import Call
+from meshwright.planner import remat, search, trace
+from meshwright.planner.ir import errors
+from meshwright.planner.ir.errors import InputError, MeshwrightError, RuntimeMismatchError
+from meshwright.planner.ir.graph import Capture
+from meshwright.planner.ir.plan import Plan
+from meshwright.report.units import parse_bytes
+from meshwright.target import Target
+
+Progress = Callable[[str], None]
+
+PRECISIONS = (None, "bf16-mixed")
+ON_MISSING_RULE = ("replicate", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Everything a user may ask of a plan; the keywords of ``plan`` and ``autoparallelize``.
+
+    Attributes:
+        strategy: ``"auto"``, or a name of ``search.STRATEGIES``.
+        memory_limit: bytes per device, or text as ``"60GiB"``; None: the device's memory less a reserve.
+        optimizer: whose state is counted.
+        precision: None, or ``"bf16-mixed"``.
+        pins: name pattern to placements: what the user fixes.
+        on_missing_rule: ``"replicate"`` or ``"error"``.
+        respect_axis_names: whether axes named ``dp``, ``fsdp``, ``tp`` say what they are for.
+    """
+
+    strategy: str = "auto"
+    memory_limit: int | str | None = None
+    optimizer: str = "adamw"
+    precision: str | None = None
+    pins: Mapping[str, Any] | None = None
+    on_missing_rule: str = "replicate"
+    respect_axis_names: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("strategy", self.strategy, ("auto", *(s for s in search.STRATEGIES if s != "auto")))
+        one_of("precision", self.precision, PRECISIONS)
+        one_of("on_missing_rule", self.on_missing_rule, ON_MISSING_RULE)
+
+    def options(self, model: str, progress: Progress | None) -> search.Options:
+        return search.Options(
+            strategy=self.strategy,
+            memory_limit_bytes=None if self.memory_limit is None else parse_bytes(self.memory_limit),
+            optimizer=self.optimizer,
+            pins=dict(self.pins or {}),
+            on_missing_rule=self.on_missing_rule,
+            respect_axis_names=self.respect_axis_names,
+            model=model,
+            progress=progress,
+        )
+
+
+def one_of(what: str, found: Any, known: tuple[Any, ...]) -> None:
+    """Raise InputError unless ``found`` is one of ``known``."""
+    if found not in known:
+        raise InputError(f"{what}={found!r} is not known; known are {', '.join(map(repr, known))}")
+
+
+def capture_call(
+    model: torch.nn.Module, call: Call, request: Request, training: bool | None = None, progress: Progress | None = None
+) -> tuple[Capture, dict[str, float]]:
+    """Capture one call and choose what the backward computes again; the capture, and the seconds each part took."""
+    tell = progress or (lambda phase: None)
+    started = time.perf_counter()
+    tell("capture")
+    captured = trace.capture(model, *call, precision=request.precision, training=training)
+    traced = time.perf_counter()
+    tell("recompute")
+    captured = remat.save_few(captured)
+    return captured, {"trace_s": traced - started, "recompute_s": time.perf_counter() - traced}
+
+
+def plan_capture(
+    capture: Capture,
+    target: Target,
+    request: Request,
+    model: str,
+    times: Mapping[str, float],
+    progress: Progress | None = None,
+) -> Plan:
+    """Search a plan for a captured call."""
+    found = search.make_plan(capture, target.mesh, target.hardware, request.options(model, progress))
+    return replace(found, solver={**times, **found.solver}).described(capture.graph)
+
+
+def plan_on_ranks(
+    model: torch.nn.Module, call: Call, mesh: DeviceMesh, target: Target, request: Request, training: bool | None = None
+) -> tuple[Capture, Plan]:
+    """Capture on every rank; plan on the mesh's first rank alone and give the plan to the others.
+
+    Raises:
+        MeshwrightError: the planning rank's own error, on every rank.
+        RuntimeMismatchError: the planning rank failed in another way.
+    """
+    from meshwright.runtime.mesh import broadcast_text
+
+    capture, times = capture_call(model, call, request, training)
+    text, failure = None, None
+    if is_first(mesh):
+        try:
+            text = plan_capture(capture, target, request, model_name(model), times).to_json()
+        except Exception as e:
+            failure, text = e, _error_text(e)
+    text = broadcast_text(text, mesh)
+    if failure is not None:
+        raise failure
+    _raise_error_text(text)
+    return capture, Plan.from_json(text)
+
+
+def is_first(mesh: DeviceMesh) -> bool:
+    """Whether this rank is the one that plans: the first of the mesh."""
+    return not any(mesh.get_coordinate() or [1])
+
+
+def model_name(model: torch.nn.Module) -> str:
+    return type(model).__name__
+
+
+# --- errors that travel ------------------------------------------------------------------------------------------
+
+
+def _error_text(e: Exception) -> str:
+    return json.dumps(
+        {"error": type(e).__name__, "message": str(e), **{k: getattr(e, k, None) for k in ("binding", "needed_bytes")}}
+    )
+
+
+def _raise_error_text(text: str) -> None:
+    if not text.startswith('{"error"'):
+        return
+    data = json.loads(text)
+    kind = getattr(errors, data["error"], None)
+    if kind is errors.InfeasibleError:
+        raise kind(data["message"], binding=data["binding"], needed_bytes=data["needed_bytes"])
+    if isinstance(kind, type) and issubclass(kind, MeshwrightError):
+        raise kind(data["message"])
+    raise RuntimeMismatchError(f"the mesh's first rank failed to plan: {data['error']}: {data['message']}; see its own traceback")
