@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.api import autoparallelize as autoparallelize, plan as plan
+    from meshwright.custom import rule as rule
     from meshwright.planner.ir.errors import (
         InfeasibleError as InfeasibleError,
         InputError as InputError,
@@ -29,13 +30,13 @@ if TYPE_CHECKING:
     from meshwright.planner.ir.mesh import Cluster as Cluster, MeshShape as MeshShape
     from meshwright.planner.ir.plan import Plan as Plan
     from meshwright.planner.ir.spec import Row as Row
-    from meshwright.planner.rules import register as register_rule  # noqa: F401
 
 __version__ = "0.1.0"
 
 _HOME = {
     "autoparallelize": "meshwright.api",
     "plan": "meshwright.api",
+    "rule": "meshwright.custom",
     "Cluster": "meshwright.planner.ir.mesh",
     "MeshShape": "meshwright.planner.ir.mesh",
     "Plan": "meshwright.planner.ir.plan",
@@ -43,7 +44,6 @@ _HOME = {
     "Hardware": "meshwright.planner.ir.hardware",
     "Link": "meshwright.planner.ir.hardware",
     "Row": "meshwright.planner.ir.spec",
-    "register_rule": ("meshwright.planner.rules", "register"),
     "MeshwrightError": "meshwright.planner.ir.errors",
     "InputError": "meshwright.planner.ir.errors",
     "TraceError": "meshwright.planner.ir.errors",
@@ -60,9 +60,7 @@ __all__ = ["__version__", *_HOME]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}; it has {', '.join(__all__)}")
-    home = _HOME[name]
-    module, attribute = home if isinstance(home, tuple) else (home, name)
-    value = getattr(import_module(module), attribute)
+    value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 

@@ -74,7 +74,7 @@ def sample_plan() -> Plan:
         ),
         solver={"trace_s": 1.2, "solve_s": 0.31, "variables": 18234},
         folded={"classes": 31, "clusters": 96},
-        notes=("aten.roll.default has no rule: register one with meshwright.register_rule",),
+        notes=("aten.roll.default has no rule: declare one with meshwright.rule",),
         input_info=info,
         op_info=op_info,
     )
