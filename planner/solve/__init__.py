@@ -1,1 +1,1 @@
-"""."""
+"""Choosing placements: candidates, networks of placements, the integer program, strategies and extraction."""

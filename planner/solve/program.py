@@ -1,0 +1,329 @@
+"""The problem as an integer program in arrays: the flow form.
+
+For every flow, demand ``h`` and node ``p``::
+
+    sum_out F[h] - sum_in F[h]  =  sum_{c supplied at p} x[supply, c]  -  sum_{c wanting p} x[h, c]      (_conserve)
+    F[h, e] <= Y[e]   for arcs that several demands can use; Y is paid once                              (_share)
+    V[segment] >= hidden - compute,  V >= 0;   T = compute + exposed + V                                 (_overlap)
+    static + weights * peaks <= limit;   peak >= each of its terms                                       (_memory)
+
+Only ``x`` is integer. Source: PLANNER_FACTS §0(c); there the form is measured against four others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.planner.solve.backend import LinearProgram
+from meshwright.planner.solve.network import without_dominated
+from meshwright.planner.solve.paths import Routes, on_some_path
+from meshwright.planner.solve.problem import SEGMENTS, Demand, Flow, Network, Problem, Restriction
+
+# The objective is scaled so that a typical problem's is about this, well above the solver's tolerances (1e-7).
+_OBJECTIVE = 1e4
+
+
+@dataclass(frozen=True)
+class Program:
+    """Arrays for the solver and how to read its answer.
+
+    Attributes:
+        arrays: the program; its objective is ``scale`` times seconds.
+        columns: choice to column by candidate, -1 where the candidate is not allowed.
+        scale: objective units per second.
+    """
+
+    arrays: LinearProgram
+    columns: tuple[np.ndarray, ...]
+    scale: float
+
+    def candidates_of(self, x: np.ndarray) -> tuple[int, ...]:
+        """The chosen candidate of every choice: the largest of its columns."""
+        return tuple(int(np.argmax(np.where(c >= 0, x[c], -1.0))) for c in self.columns)
+
+    def binary_columns(self) -> np.ndarray:
+        """All columns of candidates."""
+        return np.flatnonzero(self.arrays.integer)
+
+
+class _Rows:
+    """Columns and rows of a program under construction."""
+
+    def __init__(self) -> None:
+        self.cost: list[float] = []
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+        self.integer: list[bool] = []
+        self.row_lower: list[float] = []
+        self.row_upper: list[float] = []
+        self._rows: list[int] = []
+        self._columns: list[int] = []
+        self._entries: list[float] = []
+
+    def column(self, cost: float, upper: float = np.inf, *, integer: bool = False, fixed: bool = False) -> int:
+        self.cost.append(cost)
+        self.lower.append(upper if fixed else 0.0)
+        self.upper.append(upper)
+        self.integer.append(integer)
+        return len(self.cost) - 1
+
+    def row(self, lower: float, upper: float, entries: Iterable[tuple[int, float]]) -> None:
+        index = len(self.row_lower)
+        self.row_lower.append(lower)
+        self.row_upper.append(upper)
+        for column, entry in entries:
+            self._rows.append(index)
+            self._columns.append(column)
+            self._entries.append(entry)
+
+    def program(self) -> LinearProgram:
+        """The arrays; several entries of one row and column are added up."""
+        n = len(self.cost)
+        at = np.array(self._rows, dtype=np.int64) * n + np.array(self._columns, dtype=np.int64)
+        unique, inverse = np.unique(at, return_inverse=True)
+        entries = np.bincount(inverse, weights=self._entries, minlength=len(unique))
+        kept = np.abs(entries) > 0
+        return LinearProgram(
+            *(np.array(v, dtype=float) for v in (self.cost, self.lower, self.upper)),
+            np.array(self.integer, dtype=bool),
+            np.array(self.row_lower, dtype=float),
+            np.array(self.row_upper, dtype=float),
+            unique[kept] // n,
+            unique[kept] % n,
+            entries[kept],
+        )
+
+
+class NetworkCache:
+    """What many flows share: reduced arc sets and shortest paths per network and mask. Keep one per problem."""
+
+    def __init__(self) -> None:
+        self._useful: dict[tuple, np.ndarray] = {}
+        self._routes: dict[tuple, Routes] = {}
+        self._arcs: dict[tuple, np.ndarray] = {}
+
+    def useful(self, network: Network, allowed: np.ndarray) -> np.ndarray:
+        """Allowed arcs less the dominated ones, shape [arcs]."""
+        key = (id(network), allowed.tobytes())
+        if key not in self._useful:
+            self._useful[key] = without_dominated(network, allowed)
+        return self._useful[key]
+
+    def arcs(
+        self, network: Network, allowed: np.ndarray, sources: frozenset[int], targets: frozenset[int], alone: bool
+    ) -> np.ndarray:
+        """Arcs that a demand can use; where it is ``alone`` those of shortest paths suffice."""
+        mask = allowed.tobytes()
+        key = (id(network), mask, sources, targets, alone)
+        if key in self._arcs:
+            return self._arcs[key]
+        useful = self.useful(network, allowed)
+        if alone:
+            if (id(network), mask) not in self._routes:
+                self._routes[id(network), mask] = Routes(network, useful)
+            found = self._routes[id(network), mask].between(sorted(sources), sorted(targets))
+        else:
+            found = on_some_path(network, useful, sources, targets)
+        self._arcs[key] = found
+        return found
+
+
+def assemble(problem: Problem, restriction: Restriction, cache: NetworkCache, *, objective: str = "time") -> Program:
+    """Fill the arrays.
+
+    Args:
+        problem: the problem.
+        restriction: what is taken away from it.
+        cache: reduced networks of this problem.
+        objective: ``"time"``, or ``"memory"`` to find the smallest memory (the limit is then ignored).
+    """
+    build = _Assembly(problem, restriction, cache, objective)
+    build.choices()
+    for index, flow in enumerate(problem.flows):
+        build.flow(index, flow)
+    build.overlap()
+    build.memory()
+    return Program(build.rows.program(), tuple(build.columns), build.scale)
+
+
+class _Assembly:
+    def __init__(self, problem: Problem, restriction: Restriction, cache: NetworkCache, objective: str):
+        self.problem = problem
+        self.restriction = restriction
+        self.cache = cache
+        self.rows = _Rows()
+        self.timed = objective == "time"
+        self.scale = _OBJECTIVE / _typical_seconds(problem) if self.timed else 1.0
+        self.columns: list[np.ndarray] = []
+        self.compute: list[list[tuple[int, float]]] = [[] for _ in SEGMENTS]
+        self.hidden: list[list[tuple[int, float]]] = [[] for _ in SEGMENTS]
+
+    def choices(self) -> None:
+        """One binary column per allowed candidate; exactly one is taken."""
+        for g, choice in enumerate(self.problem.choices):
+            allowed = self.restriction.allowed.get(g, np.ones(choice.num_candidates, dtype=bool))
+            chosen = np.flatnonzero(allowed)
+            seconds = choice.count * choice.compute_s * self.scale
+            cost = self._choice_costs(g, seconds)
+            columns = np.full(choice.num_candidates, -1, dtype=np.int64)
+            for c in chosen:
+                columns[c] = self.rows.column(cost[c], 1.0, integer=True, fixed=len(chosen) == 1)
+                self.compute[choice.segment].append((int(columns[c]), seconds[c]))
+            self.columns.append(columns)
+            if len(chosen) != 1:
+                self.rows.row(1.0, 1.0, [(int(columns[c]), 1.0) for c in chosen])
+
+    def _choice_costs(self, g: int, seconds: np.ndarray) -> np.ndarray:
+        if not self.timed:
+            return np.zeros_like(seconds)
+        choice = self.problem.choices[g]
+        static = sum(choice.memory_bytes.values(), np.zeros(choice.num_candidates))
+        tie = static * self.problem.tie_memory_s_per_byte
+        return seconds + self.scale * (tie + self.restriction.penalty_s.get(g, 0.0))
+
+    def flow(self, index: int, flow: Flow) -> None:
+        allowed = flow.allowed & self.restriction.arcs[index] if index in self.restriction.arcs else flow.allowed
+        sources = self._nodes(flow.supply, flow.supply_nodes)
+        demands = [
+            (d, t)
+            for d, t in self._targets(flow)
+            if not (len(sources) == 1 and (t == sources or (d.choice is None and sources <= t)))
+        ]
+        alone = len(demands) == 1
+        arcs = [self.cache.arcs(flow.network, allowed, sources, targets, alone) for _, targets in demands]
+        shared = self._share(flow, arcs)
+        for (demand, targets), used in zip(demands, arcs, strict=True):
+            columns = self._flow_columns(flow, used, shared)
+            self._conserve(flow, demand, sources | targets, used, columns)
+
+    def _nodes(self, choice: int, nodes: np.ndarray) -> frozenset[int]:
+        return frozenset(nodes[self.columns[choice] >= 0].tolist())
+
+    def _targets(self, flow: Flow) -> list[tuple[Demand, frozenset[int]]]:
+        """Demands with the nodes they may want; equal results of the graph once."""
+        found: dict[tuple, tuple[Demand, frozenset[int]]] = {}
+        for k, demand in enumerate(flow.demands):
+            nodes = frozenset(demand.nodes.tolist()) if demand.choice is None else self._nodes(demand.choice, demand.nodes)
+            found[(None, nodes) if demand.choice is None else (k, nodes)] = demand, nodes
+        return list(found.values())
+
+    def _pay(self, flow: Flow, arc: int) -> int:
+        """A column that buys an arc for all of the flow's values."""
+        seconds = flow.count * float(flow.network.seconds[arc]) * self.scale
+        cost = seconds * (self.problem.tie_hidden if flow.hidden else 1.0)
+        column = self.rows.column(cost if self.timed else 0.0)
+        if flow.hidden:
+            self.hidden[flow.segment].append((column, seconds))
+        return column
+
+    def _share(self, flow: Flow, arcs: Sequence[np.ndarray]) -> dict[int, int]:
+        """A paying column for every arc that several demands can use."""
+        if len(arcs) < 2:
+            return {}
+        users = np.bincount(np.concatenate(arcs), minlength=flow.network.num_arcs)
+        return {int(a): self._pay(flow, int(a)) for a in np.flatnonzero(users > 1)}
+
+    def _flow_columns(self, flow: Flow, arcs: np.ndarray, shared: dict[int, int]) -> list[int]:
+        columns = []
+        for arc in arcs.tolist():
+            if arc in shared:
+                column = self.rows.column(0.0)
+                self.rows.row(-np.inf, 0.0, ((column, 1.0), (shared[arc], -1.0)))
+            else:
+                column = self._pay(flow, arc)
+            columns.append(column)
+        return columns
+
+    def _conserve(self, flow: Flow, demand: Demand, ends: frozenset[int], arcs: np.ndarray, columns: list[int]) -> None:
+        balance: dict[int, list[tuple[int, float]]] = {node: [] for node in sorted(ends)}
+        for arc, column in zip(arcs.tolist(), columns, strict=True):
+            balance.setdefault(int(flow.network.tails[arc]), []).append((column, 1.0))
+            balance.setdefault(int(flow.network.heads[arc]), []).append((column, -1.0))
+        for column, node in zip(self.columns[flow.supply].tolist(), flow.supply_nodes.tolist(), strict=True):
+            if column >= 0:
+                balance[node].append((column, -1.0))
+        accepted: set[int] = set()
+        if demand.choice is None:
+            accepted = set(demand.nodes.tolist())
+        else:
+            for column, node in zip(self.columns[demand.choice].tolist(), demand.nodes.tolist(), strict=True):
+                if column >= 0:
+                    balance[node].append((column, 1.0))
+        for node, entries in balance.items():
+            self.rows.row(-np.inf if node in accepted else 0.0, 0.0, entries)
+
+    def overlap(self) -> None:
+        """Hidden communication longer than the compute it hides behind adds the difference."""
+        for segment in range(len(SEGMENTS)):
+            if not self.hidden[segment] or not self.timed:
+                continue
+            excess = self.rows.column(1.0)
+            hidden = [(c, -s) for c, s in self.hidden[segment]]
+            self.rows.row(0.0, np.inf, [(excess, 1.0), *hidden, *self.compute[segment]])
+
+    def memory(self) -> None:
+        """One row: static memory and peaks within the limit; left out where no choice could exceed it."""
+        limit = self.problem.memory_limit_bytes
+        if self.timed and (limit is None or largest_memory_bytes(self.problem, self.restriction) <= limit):
+            return
+        unit = 1.0 / max(1.0, float(limit or 0), _static_scale(self.problem))
+        entries = [(int(col), float(b) * unit) for g in range(len(self.columns)) for col, b in self._static(g)]
+        entries += [(self._peak(peak_terms, unit), peak.weight) for peak in self.problem.peaks if (peak_terms := peak.terms)]
+        if self.timed:
+            assert limit is not None
+            self.rows.row(-np.inf, (limit - sum(self.problem.fixed_bytes.values())) * unit, entries)
+            return
+        for column, amount in entries:
+            self.rows.cost[column] += amount * _OBJECTIVE
+
+    def _static(self, g: int) -> list[tuple[int, float]]:
+        static = sum(self.problem.choices[g].memory_bytes.values(), np.zeros(len(self.columns[g])))
+        return [(col, b) for col, b in zip(self.columns[g].tolist(), static.tolist(), strict=True) if col >= 0 and b]
+
+    def _peak(self, terms: Sequence[Sequence[tuple[int, np.ndarray]]], unit: float) -> int:
+        """A column at least as large as every term; terms that cannot be the largest are left out."""
+        column = self.rows.column(0.0)
+        ranges = [self._term_range(term) for term in terms]
+        floor = max(low for low, _ in ranges)
+        self.rows.lower[column] = max(0.0, floor) * unit
+        for term, (_, high) in zip(terms, ranges, strict=True):
+            if high > floor:
+                entries = [
+                    (int(col), -float(b) * unit)
+                    for g, bytes_ in term
+                    for col, b in zip(self.columns[g], bytes_, strict=True)
+                    if col >= 0 and b
+                ]
+                self.rows.row(0.0, np.inf, [(column, 1.0), *entries])
+        return column
+
+    def _term_range(self, term: Sequence[tuple[int, np.ndarray]]) -> tuple[float, float]:
+        """Smallest and largest value that the choices' candidates allow."""
+        parts = [bytes_[self.columns[g] >= 0] for g, bytes_ in term]
+        return sum(float(p.min()) for p in parts), sum(float(p.max()) for p in parts)
+
+
+def _typical_seconds(problem: Problem) -> float:
+    """Seconds of about the size of the objective: compute at its fastest, and each flow's median step."""
+    compute = sum(float(c.count * c.compute_s.min()) for c in problem.choices)
+    steps = sum(float(f.count * np.median(f.network.seconds)) for f in problem.flows if f.network.num_arcs)
+    return max(compute, steps / 10, 1e-12)
+
+
+def _static_scale(problem: Problem) -> float:
+    return sum(float(b.max()) for c in problem.choices for b in c.memory_bytes.values())
+
+
+def largest_memory_bytes(problem: Problem, restriction: Restriction) -> float:
+    """An upper bound of the memory of any plan."""
+
+    def most(g: int, values: np.ndarray) -> float:
+        allowed = restriction.allowed.get(g)
+        return float(values.max() if allowed is None else values[allowed].max(initial=0.0))
+
+    static = sum(most(g, sum(c.memory_bytes.values(), np.zeros(c.num_candidates))) for g, c in enumerate(problem.choices))
+    peaks = sum(p.weight * max(sum(most(g, b) for g, b in t) for t in p.terms) for p in problem.peaks if p.terms)
+    return static + peaks + sum(problem.fixed_bytes.values())
