@@ -106,6 +106,11 @@ class Step:
         """Shape of the largest local input: equal on all ranks."""
         return max_local_shape(self.shape, self.src, self.sizes)
 
+    @property
+    def buffer_numel(self) -> int:
+        """Elements of the largest local input."""
+        return math.prod(self.buffer_shape)
+
     def cut(self, placements: Placements) -> Cut:
         """How the axis cuts, in ``placements`` (``src`` or ``dst``)."""
         axis, p = self.axis, placements[self.axis]

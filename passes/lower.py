@@ -1,0 +1,65 @@
+"""From a capture and a plan to one rank's forward and backward programs: the list of passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+import torch
+
+from meshwright.passes.base import dump, run_passes
+from meshwright.passes.program import LocalProgram
+from meshwright.passes.rewrite import RewriteForRank
+from meshwright.passes.split import split
+from meshwright.passes.verify import VerifyProgram, collectives_of, sequence_hash
+from meshwright.planner.ir.errors import VerifyError
+from meshwright.planner.ir.graph import Capture
+from meshwright.planner.ir.plan import Plan
+from meshwright.planner.ir.verify import verify_plan
+
+
+def lower(
+    capture: Capture,
+    plan: Plan,
+    coordinate: Sequence[int],
+    group_names: Sequence[str],
+    *,
+    device: torch.device | None = None,
+    times_s: dict[str, float] | None = None,
+) -> LocalProgram:
+    """Lower ``capture`` as ``plan`` says, for the rank at ``coordinate``. Needs no process group.
+
+    Args:
+        capture: the program; left as it is.
+        plan: what to do.
+        coordinate: this rank's coordinate on the plan's mesh, one index per axis.
+        group_names: name of this rank's process group along each axis.
+        device: where the program will run; None: as captured.
+        times_s: filled with the seconds that each pass took.
+
+    Returns:
+        The rank's program. All ranks' programs have the same text but for integer constants.
+
+    Raises:
+        VerifyError: the plan is illegal for the program, or a pass broke an invariant.
+    """
+    sizes = plan.mesh.sizes
+    if len(coordinate) != len(sizes) or any(not 0 <= i < n for i, n in zip(coordinate, sizes, strict=True)):
+        raise VerifyError(f"coordinate {tuple(coordinate)} is not on mesh {plan.mesh}")
+    if len(group_names) != len(sizes):
+        raise VerifyError(f"{len(sizes)} group names are needed, one per axis of mesh {plan.mesh}; found {tuple(group_names)}")
+    verify_plan(plan, capture.graph)
+    label = f"rank-{'-'.join(map(str, coordinate))}"
+    passes = (
+        RewriteForRank(capture, plan, tuple(coordinate), tuple(group_names), device),
+        VerifyProgram(plan, capture.graph),
+    )
+    joint = run_passes(passes, capture.gm, label, times_s)
+    shapes = {n.meta["value"]: tuple(n.meta["val"].shape) for n in joint.graph.nodes if n.op == "placeholder"}
+    halves = split(joint, capture.graph, training=capture.training)
+    graphs = [g for g in (halves.forward, halves.backward) if g is not None]
+    for graph, name in zip(graphs, ("forward", "backward"), strict=False):
+        dump(graph, label, f"99_{name}")
+    collectives = tuple(c for g in graphs for c in collectives_of(g.graph.nodes))
+    linked = {f.name: getattr(halves, f.name) for f in fields(halves)}
+    return LocalProgram(**linked, input_shapes=shapes, collectives=collectives, sequence_hash=sequence_hash(collectives))
