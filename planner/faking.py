@@ -1,0 +1,102 @@
+"""Fake tensors in the place of a model's weights and inputs, for the time of one capture.
+
+A fake tensor has shape, dtype and device but no memory. Real, meta and already fake tensors, DTensors (by their global
+shape) all become contiguous fake *CPU* tensors of one mode: on raw meta tensors autograd drops the backward of some ops
+without an error, and fake CUDA tensors need a CUDA build.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from meshwright.planner.ir.errors import TraceError
+
+
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, requires_grad: bool = False) -> torch.Tensor:
+    """A contiguous fake CPU tensor of the same shape and dtype."""
+    empty = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
+    fake = FakeTensor(mode, empty, torch.device("cpu"))
+    return fake.requires_grad_() if requires_grad else fake
+
+
+@dataclass(frozen=True)
+class StateNames:
+    """Which names stand for one tensor, for parameters or for buffers.
+
+    Attributes:
+        groups: first name of each distinct tensor to all its names, in the model's order.
+        tensors: the tensor of each first name, as the model holds it.
+    """
+
+    groups: dict[str, tuple[str, ...]]
+    tensors: dict[str, torch.Tensor]
+
+    def first_of(self) -> dict[str, str]:
+        """Every name to the first name of its tensor."""
+        return {name: first for first, names in self.groups.items() for name in names}
+
+
+def _names(named: list[tuple[str, torch.Tensor]]) -> StateNames:
+    by_id: dict[int, list[str]] = {}
+    for name, tensor in named:
+        by_id.setdefault(id(tensor), []).append(name)
+    groups = {names[0]: tuple(names) for names in by_id.values()}
+    return StateNames(groups, {n: t for n, t in named if n in groups})
+
+
+def parameter_names(model: nn.Module) -> StateNames:
+    """Names of the model's parameters, tied ones together."""
+    return _names(list(model.named_parameters(remove_duplicate=False)))
+
+
+def buffer_names(model: nn.Module) -> StateNames:
+    """Names of the model's buffers, persistent or not."""
+    return _names(list(model.named_buffers(remove_duplicate=False)))
+
+
+def _check_initialised(model: nn.Module) -> None:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            raise TraceError(
+                f"parameter {name!r} has no shape yet (a lazy module): run the model once on a real batch before it is captured"
+            )
+
+
+@contextmanager
+def faked(model: nn.Module, mode: FakeTensorMode, trainable: bool) -> Iterator[None]:
+    """While entered, every parameter and buffer of ``model`` is fake; the very objects come back afterwards.
+
+    Ties stay ties: one tensor, one fake. With ``trainable`` False no fake requires a gradient.
+
+    Raises:
+        TraceError: a parameter is not initialised.
+    """
+    _check_initialised(model)
+    fakes: dict[int, torch.Tensor] = {}
+
+    def swap(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in fakes:
+            fake = fake_like(tensor, mode)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            fakes[id(tensor)] = nn.Parameter(fake, trainable and tensor.requires_grad) if is_parameter else fake
+        return fakes[id(tensor)]
+
+    saved = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+    try:
+        for module, parameters, buffers in saved:
+            module._parameters.update({k: swap(p) for k, p in parameters.items()})  # type: ignore[misc]
+            module._buffers.update({k: swap(b) for k, b in buffers.items()})
+        yield
+    finally:
+        for module, parameters, buffers in saved:
+            for store, before in ((module._parameters, parameters), (module._buffers, buffers)):
+                store.clear()
+                store.update(before)  # type: ignore[arg-type]

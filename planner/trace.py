@@ -1,0 +1,245 @@
+"""Capture: a model and a batch become one joint forward+backward graph of the whole batch on one device.
+
+    capture(model, kwargs={"input_ids": ids, "labels": labels})
+
+runs the model once on fake tensors (no memory, no arithmetic) through ``torch.export`` and AOTAutograd, with the loss
+computed inside ``forward``, and puts the result into normal form (:mod:`~meshwright.planner.normalise`).
+
+Source: PyTorch's ``aot_export_joint_with_descriptors``, whose descriptors name every input, output and gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from meshwright.planner import decompose
+from meshwright.planner.assemble import Assembly
+from meshwright.planner.faking import buffer_names, fake_like, faked, parameter_names
+from meshwright.planner.ir.errors import InputError, TraceError
+from meshwright.planner.ir.graph import Capture
+from meshwright.planner.provenance import source_of_error
+from meshwright.planner.structure import Call, flatten
+
+PRECISIONS = (None, "bf16-mixed")
+
+
+class _Program(nn.Module):
+    """The user's model with flat tensors in and out, differentiable results chosen, precision applied."""
+
+    def __init__(self, model: nn.Module, call: Call, training: bool, precision: str | None):
+        super().__init__()
+        self.model = model
+        self._call = call
+        self._training_graph = training
+        self._low = torch.bfloat16 if precision == "bf16-mixed" else None
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self._low is not None:
+            tensors = tuple(t.to(self._low) if t.is_floating_point() else t for t in tensors)
+        args, kwargs = self._call.arguments(tensors)
+        with _cast_parameters(self.model, self._low):
+            output = self.model(*args, **kwargs)
+        return self._results(output)
+
+    def _results(self, output: Any) -> tuple[torch.Tensor, ...]:
+        """Output tensors, each a tensor of its own; only the losses differentiable, if there are any."""
+        call = self._call
+        call.out_leaves, call.out_spec = flatten(output, "the model's output")
+        chosen = _differentiable(call.out_leaves) if self._training_graph else set()
+        call.differentiable = [i in chosen for i in range(len(call.out_leaves))]
+        tensors = [(i, leaf) for i, leaf in enumerate(call.out_leaves) if isinstance(leaf, torch.Tensor)]
+        if not tensors:
+            raise TraceError(
+                f"the model returns no tensor (it returned {type(output).__name__}): forward must return its results"
+            )
+        if self._training_graph and not chosen:
+            raise TraceError(
+                "no output of the model depends on a parameter that requires a gradient, so there is nothing to train: "
+                "check requires_grad and detach() in forward, or capture with training=False for inference"
+            )
+        return tuple((leaf if i in chosen else leaf.detach()).clone() for i, leaf in tensors)
+
+
+def _differentiable(leaves: Sequence[Any]) -> set[int]:
+    """Output leaves that a backward starts from: the 0-dim ones with a gradient if there are any, else all with one."""
+    grads = {i: t for i, t in enumerate(leaves) if isinstance(t, torch.Tensor) and t.requires_grad}
+    losses = {i for i, t in grads.items() if t.dim() == 0}
+    return losses or set(grads)
+
+
+@contextlib.contextmanager
+def _cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """While entered, floating parameters read as casts to ``dtype``, each made once."""
+    if dtype is None:
+        yield
+        return
+    saved = [(m, dict(m._parameters)) for m in model.modules()]
+    casts: dict[int, torch.Tensor] = {}
+    try:
+        for module, parameters in saved:
+            for name, p in parameters.items():
+                if p is not None and p.is_floating_point():
+                    if id(p) not in casts:
+                        casts[id(p)] = p.to(dtype)
+                    module._parameters[name] = casts[id(p)]  # type: ignore[assignment]
+        yield
+    finally:
+        for module, parameters in saved:
+            module._parameters.clear()
+            module._parameters.update(parameters)
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
+
+_REMEDIES = (
+    (
+        r"GuardOnDataDependent|DataDependentOutput|DynamicOutputShape|data-dependent|_local_scalar_dense|item\(\)",
+        "its result depends on the values in a tensor (a branch on a tensor, .item(), nonzero, a boolean mask as index), but one "
+        "graph must serve every batch: use torch.where or a mask instead of the branch, and fixed sizes instead of counted ones; "
+        "compute what is data-dependent outside the model and pass it in",
+    ),
+    (
+        r"mutat|in-?place|assigned during export",
+        "it changes a tensor that is neither local nor a registered buffer: register the state with register_buffer, or return the new value",
+    ),
+    (
+        r"fake mode|Unhandled FakeTensor Device|same device|meta device|[Cc]annot access data pointer",
+        "it mixes in a tensor that is no parameter, buffer or input: register it with register_buffer, or make it in forward "
+        "on the device of an input",
+    ),
+    (
+        r"double backward|trying to backward|autograd\.grad",
+        "it differentiates inside forward, which one joint graph cannot hold: take that gradient outside of the model",
+    ),
+)
+
+
+def _explained(error: Exception, model: nn.Module) -> TraceError:
+    """What to tell the user about an error inside capture."""
+    name = type(model).__name__
+    where = source_of_error(error.__traceback__)
+    first_line = (str(error).strip().splitlines() or [""])[0][:300]
+    text = f"{type(error).__name__}: {error}"
+    remedy = next(
+        (r for pattern, r in _REMEDIES if re.search(pattern, text)), "check that the model runs on this batch without Meshwright"
+    )
+    at = f" at {where}" if where else ""
+    return TraceError(f"{name} cannot be captured as one graph{at}: {remedy}. torch said {type(error).__name__}: {first_line}")
+
+
+@contextlib.contextmanager
+def _quiet_fake_kernels() -> Iterator[None]:
+    """A failing fake kernel is reported by our own error, not also by torch's log."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+# --- the joint trace ----------------------------------------------------------------------------------------------
+
+
+def _joint_graph(program: _Program, call: Call, mode: FakeTensorMode, training: bool) -> tuple[fx.GraphModule, fx.GraphModule]:
+    inputs = tuple(
+        fake_like(call.leaves[i], mode, requires_grad=training and call.leaves[i].requires_grad) for i in call.tensor_at
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mode)
+        stack.enter_context(torch.set_grad_enabled(training))
+        exported = torch.export.export(program, inputs, strict=False).module(check_guards=False)
+        joint = aot_export_joint_with_descriptors(stack, exported, inputs, decompositions=decompose.table())
+        return exported, joint.graph_module
+
+
+def _trace(
+    model: nn.Module, call: Call, mode: FakeTensorMode, training: bool, precision: str | None
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    program = _Program(model, call, training, precision)
+    program.training = model.training
+    with _quiet_fake_kernels(), faked(model, mode, training):
+        try:
+            return _joint_graph(program, call, mode, training)
+        except TraceError:
+            raise
+        except Exception as error:
+            raise _explained(error, model) from error
+
+
+# --- the entry ----------------------------------------------------------------------------------------------------
+
+
+def _check(model: Any, args: Any, kwargs: Any, precision: str | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}: a torch.nn.Module is needed")
+    if not isinstance(args, tuple):
+        raise InputError(
+            f"args is a {type(args).__name__}: positional inputs come as a tuple, keyword inputs as a dict in kwargs"
+        )
+    if not isinstance(kwargs, Mapping):
+        raise InputError(f"kwargs is a {type(kwargs).__name__}: a dict of keyword inputs is needed")
+    if precision not in PRECISIONS:
+        raise InputError(f"precision {precision!r} is unknown: use one of {', '.join(map(repr, PRECISIONS))}")
+
+
+def _wants_backward(model: nn.Module, training: bool | None) -> bool:
+    if training is not None:
+        return training
+    return torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    precision: str | None = None,
+    training: bool | None = None,
+) -> Capture:
+    """Captures ``model(*args, **kwargs)`` as one graph, with the backward if it is to be trained.
+
+    The model keeps its weights, buffers and mode; nothing is computed and no weight is copied or moved. Modules run in
+    the mode (``train()`` or ``eval()``) that they are in.
+
+    Args:
+        model: parameters real, fake or on the meta device; tied parameters stay tied.
+        args: positional inputs of one call, global shapes; tensors real, fake or meta; other leaves are baked in.
+        kwargs: keyword inputs, likewise.
+        precision: None, or ``"bf16-mixed"``: floating parameters and inputs are cast to bfloat16 at the start of the
+            forward, gradients come out in the parameters' own type.
+        training: whether to capture a backward; None: if gradients are enabled and a parameter requires one.
+
+    Raises:
+        InputError: an argument of the wrong kind.
+        TraceError: the model cannot be captured; names the source line and what to change.
+    """
+    kwargs = {} if kwargs is None else dict(kwargs)
+    _check(model, args, kwargs, precision)
+    call = Call.of(args, kwargs)
+    backward = _wants_backward(model, training)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    exported, traced = _trace(model, call, mode, backward, precision)
+    done = Assembly(exported, traced, parameter_names(model), buffer_names(model), call, mode)
+    graph, view = done.run()
+    return Capture(
+        gm=fx.GraphModule(nn.Module(), graph, class_name="JointGraph"),
+        graph=view,
+        in_spec=call.spec,
+        out_spec=call.out_spec,
+        baked_inputs={i: leaf for i, leaf in enumerate(call.leaves) if not isinstance(leaf, torch.Tensor)},
+        training=backward,
+        precision=precision,
+        constants=done.constants,
+        fake_mode=mode,
+    )
