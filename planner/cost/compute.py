@@ -1,0 +1,231 @@
+"""Seconds of a cluster on one device: a roofline over the pieces that a rank has.
+
+Works on many candidates at once: a local shape is an integer array [candidates, dims].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from meshwright.planner.cost.devices import wave_elements
+from meshwright.planner.cost.formulas import compiled
+from meshwright.planner.ir.cluster import Cluster
+from meshwright.planner.ir.graph import Op
+from meshwright.planner.ir.hardware import Device
+from meshwright.planner.kinds import argument, kind_of, packet
+
+Local = np.ndarray
+"""Local shape of one value for every candidate: int64 [candidates, dims]."""
+
+TILE = 32
+"""Half a 64-wide tile, lost at the edges of a matmul."""
+
+ATTENTION_CEILING = 0.75
+"""Attention kernels relative to large matmuls: FlashAttention-2 reaches 73 % of peak forwards and 63 % backwards on A100,
+where matmul reaches 87 % (arXiv:2307.08691, section 4.1; devices.csv)."""
+
+_SCATTERED = frozenset({"aten.embedding", "aten.index", "aten.index_select", "aten.gather", "aten._unsafe_index"})
+"""Ops that read of their first input only what they return."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What a kernel formula sees: the op, and local shapes of its ins and outs (None for a missing result)."""
+
+    op: Op
+    ins: tuple[Local, ...]
+    outs: tuple[Local | None, ...]
+    device: Device
+
+    def rate(self) -> tuple[float, float]:
+        """(peak FLOP/s, measured ceiling) for the op's element type."""
+        name = str(self.op.ins[0].dtype).removeprefix("torch.")
+        peaks, ceilings = self.device.peak_flops_per_s, self.device.matmul_efficiency
+        return peaks.get(name, peaks["float32"]), ceilings.get(name, ceilings["float32"])
+
+    def out(self, slot: int = 0) -> Local:
+        found = next(o for o in self.outs[slot:] if o is not None)
+        return found
+
+
+def _numel(local: Local) -> np.ndarray:
+    return local.prod(axis=1)
+
+
+def matmul_s(p: Pieces, b: np.ndarray | float, m: np.ndarray, k: np.ndarray, n: np.ndarray) -> np.ndarray:
+    """Seconds of ``b`` matmuls of m x k by k x n."""
+    rate, ceiling = p.rate()
+    flops = compiled("matmul_flops")(b, m, k, n)
+    return compiled("matmul_s")(flops, b, m, k, n, rate, ceiling, wave_elements(p.device), TILE)
+
+
+def _mm(p: Pieces) -> np.ndarray:
+    return matmul_s(p, 1.0, p.out()[:, 0], p.ins[-2][:, 1], p.out()[:, 1])
+
+
+def _bmm(p: Pieces) -> np.ndarray:
+    return matmul_s(p, p.out()[:, 0], p.out()[:, 1], p.ins[-2][:, 2], p.out()[:, 2])
+
+
+def _linear(p: Pieces) -> np.ndarray:
+    out = p.out()
+    return matmul_s(p, 1.0, out[:, :-1].prod(axis=1), p.ins[0][:, -1], out[:, -1])
+
+
+def _convolution(p: Pieces) -> np.ndarray:
+    y, w = p.out(), p.ins[1]
+    if argument(p.op, "transposed", False):
+        y = p.ins[0]
+    return matmul_s(p, 1.0, _numel(y) // np.maximum(y[:, 1], 1), w[:, 1:].prod(axis=1), y[:, 1])
+
+
+def _convolution_backward(p: Pieces) -> np.ndarray:
+    dy, w = p.ins[0], p.ins[2]
+    if argument(p.op, "transposed", False):
+        dy = p.ins[1]
+    wanted = sum(map(bool, tuple(argument(p.op, "output_mask", (True, True, False)))[:2]))
+    return wanted * matmul_s(p, 1.0, _numel(dy) // np.maximum(dy[:, 1], 1), w[:, 1:].prod(axis=1), dy[:, 1])
+
+
+def _attention_s(p: Pieces, q: Local, k: Local, formula: str) -> np.ndarray:
+    rate, ceiling = p.rate()
+    flops = compiled(formula)(q[:, 0], q[:, 1], q[:, 2], k[:, 2], q[:, 3])
+    causal = 0.5 if argument(p.op, "is_causal", False) else 1.0
+    return compiled("flops_s")(causal * flops, rate, ceiling * ATTENTION_CEILING)
+
+
+def _attention(p: Pieces) -> np.ndarray:
+    return _attention_s(p, p.ins[0], p.ins[1], "attention_flops")
+
+
+def _attention_backward(p: Pieces) -> np.ndarray:
+    return _attention_s(p, p.ins[1], p.ins[2], "attention_backward_flops")
+
+
+KERNELS: dict[str, Callable[[Pieces], np.ndarray]] = {
+    "aten.mm": _mm,
+    "aten.addmm": _mm,
+    "aten.bmm": _bmm,
+    "aten.baddbmm": _bmm,
+    "aten.linear": _linear,
+    "aten.convolution": _convolution,
+    "aten.convolution_backward": _convolution_backward,
+}
+"""Op packet to the seconds of its arithmetic. What is not here, nor attention, only moves memory."""
+
+
+def kernel_of(op: Op) -> Callable[[Pieces], np.ndarray] | None:
+    """The formula of an op's arithmetic; None where memory traffic is all that counts."""
+    name = packet(op.target)
+    if "scaled_dot_product" in name and len(op.ins) >= 3 and all(len(v.shape) == 4 for v in op.ins[:3]):
+        return _attention_backward if name.endswith("_backward") else _attention
+    return KERNELS.get(name)
+
+
+class ClusterShapes:
+    """Local shapes of a cluster's values for candidates, from tables over its rows.
+
+    Args:
+        cluster: the cluster.
+        rows: the distinct rows that candidates are made of.
+        sizes: mesh axis sizes.
+    """
+
+    def __init__(self, cluster: Cluster, rows: Sequence, sizes: tuple[int, ...]):
+        self._rows = rows
+        self._sizes = np.asarray(sizes, dtype=np.int64)
+
+    def local(self, shape: tuple[int, ...], placements: Sequence, index: np.ndarray) -> Local:
+        """Local shapes of a value.
+
+        Args:
+            shape: its global shape.
+            placements: its placement in each row; None where the op makes no such result.
+            index: row of each candidate over each axis, int [candidates, axes].
+        """
+        cut = np.zeros((len(placements), len(shape)), dtype=bool)
+        for r, p in enumerate(placements):
+            if p is not None and p.is_shard and p.dim < len(shape):
+                cut[r, p.dim] = True
+        parts = np.where(cut[index], self._sizes[None, :, None], 1).prod(axis=1)
+        return -(-np.asarray(shape, dtype=np.int64)[None, :] // parts)
+
+
+def _kernel_s(cluster: Cluster, shapes: ClusterShapes, rows: Sequence, index: np.ndarray, device: Device) -> np.ndarray:
+    """Seconds of arithmetic of all ops of a cluster."""
+    total = np.zeros(len(index))
+    for i, op in enumerate(cluster.ops):
+        kernel = kernel_of(op)
+        if kernel is None:
+            continue
+        ins = tuple(shapes.local(v.shape, [r.members[i].ins[s] for r in rows], index) for s, v in enumerate(op.ins))
+        outs = tuple(
+            None if v is None else shapes.local(v.shape, [r.members[i].outs[s] for r in rows], index)
+            for s, v in enumerate(op.outs)
+        )
+        total += kernel(Pieces(op, ins, outs, device))
+    return total
+
+
+def _bytes(dtype: torch.dtype, local: Local) -> np.ndarray:
+    return _numel(local) * dtype.itemsize
+
+
+def _traffic(cluster: Cluster, shapes: ClusterShapes, rows: Sequence, index: np.ndarray) -> np.ndarray:
+    """Bytes that a compute cluster reads and writes: what crosses its border."""
+    ins = [_bytes(v.dtype, shapes.local(v.shape, [r.ins[s] for r in rows], index)) for s, v in enumerate(cluster.ins)]
+    outs = [_bytes(v.dtype, shapes.local(v.shape, [r.outs[s] for r in rows], index)) for s, v in enumerate(cluster.outs)]
+    written = sum(outs, np.zeros(len(index), dtype=np.int64))
+    tables = {op.ins[0].name for op in cluster.ops if packet(op.target) in _SCATTERED}
+    read = sum(
+        (np.minimum(n, written) if v.name in tables else n for v, n in zip(cluster.ins, ins, strict=True)),
+        np.zeros(len(index), dtype=np.int64),
+    )
+    return read + written
+
+
+def _cast_traffic(cluster: Cluster, shapes: ClusterShapes, rows: Sequence, index: np.ndarray) -> np.ndarray:
+    """Bytes that the casts of a placeholder read and write; its views are free."""
+    total = np.zeros(len(index), dtype=np.int64)
+    for i, op in enumerate(cluster.ops):
+        if kind_of(op) == "view":
+            continue
+        members = [r.members[i] for r in rows]
+        for s, v in enumerate(op.ins):
+            total += _bytes(v.dtype, shapes.local(v.shape, [m.ins[s] for m in members], index))
+        for s, out in enumerate(op.outs):
+            if out is not None:
+                total += _bytes(out.dtype, shapes.local(out.shape, [m.outs[s] for m in members], index))
+    return total
+
+
+def cluster_seconds(cluster: Cluster, rows: Sequence, index: np.ndarray, sizes: tuple[int, ...], device: Device) -> np.ndarray:
+    """Seconds of a cluster for every candidate.
+
+    A cluster is one kernel: the longer of its arithmetic and its memory traffic, plus a fixed time. Views alone cost
+    nothing; a placeholder costs its casts.
+
+    Args:
+        cluster: what runs.
+        rows: distinct rows.
+        index: row of each candidate over each axis, int [candidates, axes].
+        sizes: mesh axis sizes.
+        device: on what.
+
+    Returns:
+        float64 [candidates].
+    """
+    working = [op for op in cluster.ops if kind_of(op) != "view"]
+    if not working:
+        return np.zeros(len(index))
+    shapes = ClusterShapes(cluster, rows, sizes)
+    if cluster.source is not None:
+        traffic, kernels = _cast_traffic(cluster, shapes, rows, index), len(working)
+    else:
+        traffic, kernels = _traffic(cluster, shapes, rows, index), 1
+    arithmetic = _kernel_s(cluster, shapes, rows, index, device)
+    return np.maximum(arithmetic, traffic / device.memory_bytes_per_s) + kernels * device.kernel_overhead_s

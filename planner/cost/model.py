@@ -1,0 +1,107 @@
+"""One object that prices everything the solver asks about: clusters, collectives and steps of a redistribution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from meshwright.planner.cost import comm
+from meshwright.planner.cost.compute import cluster_seconds
+from meshwright.planner.ir.cluster import Cluster, ClusterRow
+from meshwright.planner.ir.graph import Value
+from meshwright.planner.ir.hardware import Hardware
+from meshwright.planner.ir.mesh import MeshShape
+from meshwright.planner.ir.redistribute import step_kind
+from meshwright.planner.ir.spec import Placement, Placements, local_numel
+
+Candidate = tuple[ClusterRow, ...]
+"""One row per mesh axis."""
+
+SLICE_S = 1e-8
+"""Price of taking a piece of what a rank has already: small, so that no plan slices and gathers without need."""
+
+
+class CostModel:
+    """Seconds on one hardware and mesh.
+
+    Args:
+        hardware: device, and one link per axis.
+        mesh: axis sizes.
+    """
+
+    def __init__(self, hardware: Hardware, mesh: MeshShape):
+        self.hardware, self.mesh = hardware, mesh
+
+        self._step = lru_cache(maxsize=1 << 18)(self._step_uncached)
+
+    def cluster_s(self, cluster: Cluster, candidate: Candidate) -> float:
+        """Seconds of a cluster under one candidate."""
+        return float(self.cluster_costs(cluster, [candidate])[0])
+
+    def cluster_costs(self, cluster: Cluster, candidates: Sequence[Candidate]) -> np.ndarray:
+        """Seconds of a cluster under each candidate, float64 [candidates]."""
+        position: dict[int, int] = {}
+        rows: list[ClusterRow] = []
+        index = np.empty((len(candidates), self.mesh.num_axes), dtype=np.int64)
+        for i, candidate in enumerate(candidates):
+            for axis, row in enumerate(candidate):
+                at = position.get(id(row))
+                if at is None:
+                    at = position[id(row)] = len(rows)
+                    rows.append(row)
+                index[i, axis] = at
+        if not rows:
+            return np.zeros(0)
+        return cluster_seconds(cluster, rows, index, self.mesh.sizes, self.hardware.device)
+
+    def collective_s(self, kind: str, axis: int, size_bytes: int) -> float:
+        """Seconds of one collective over a mesh axis.
+
+        Args:
+            kind: ``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``all_to_all``.
+            axis: mesh axis index.
+            size_bytes: the larger of a rank's input and output.
+        """
+        return comm.collective_s(self.hardware.links[axis], kind, self.mesh.sizes[axis], size_bytes)
+
+    def step_s(self, value: Value, src: Placements, axis: int, dst: Placement) -> tuple[str, int, float]:
+        """Kind, bytes and seconds of changing one axis of a value's placement.
+
+        Args:
+            value: what is redistributed.
+            src: placements before.
+            axis: the axis that changes.
+            dst: its new placement.
+
+        Returns:
+            ``("all_gather", 4096, 1e-5)``: bytes are the larger of the local input and output.
+
+        Raises:
+            ValueError: no such step exists.
+        """
+        return self._step(value.shape, value.dtype.itemsize, src, axis, dst)
+
+    def _step_uncached(
+        self, shape: tuple[int, ...], itemsize: int, src: Placements, axis: int, dst: Placement
+    ) -> tuple[str, int, float]:
+        kind = step_kind(src[axis], dst)
+        if kind is None:
+            raise ValueError(f"no step changes {src} to {dst} over axis {axis}")
+        after = (*src[:axis], dst, *src[axis + 1 :])
+        size = max(local_numel(shape, p, self.mesh.sizes) for p in (src, after)) * itemsize
+        if self.mesh.sizes[axis] == 1:
+            return kind, size, 0.0
+        if kind == "slice":
+            return kind, size, SLICE_S
+        return kind, size, self.collective_s(kind, axis, size) + _copies(src[axis], dst) * self._copy_s(size)
+
+    def _copy_s(self, size_bytes: int) -> float:
+        """Seconds to copy a buffer within the device: one read, one write."""
+        return 2 * size_bytes / self.hardware.device.memory_bytes_per_s
+
+
+def _copies(src: Placement, dst: Placement) -> int:
+    """Local copies around a collective: it works on consecutive pieces of dim 0, anything else is rearranged."""
+    return sum(p.is_shard and (p.dim > 0 or p.split > 1) for p in (src, dst))
