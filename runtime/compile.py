@@ -1,0 +1,39 @@
+"""Forward and backward graphs through Inductor; the only file that touches its entry point.
+
+``torch._inductor.standalone_compile`` is private API of torch 2.13 and is used because it is the one entry that takes a
+functional graph with ``_c10d_functional`` collectives and decomposes it itself (``compile_fx_inner`` refuses).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._inductor import standalone_compile
+
+from meshwright.passes.program import LocalProgram
+from meshwright.planner.ir.graph import Capture
+
+Runner = Callable[..., Sequence[torch.Tensor]]
+
+
+def compile_program(program: LocalProgram, capture: Capture) -> tuple[Runner, Runner | None]:
+    """Compile a rank's graphs; gives what ``program.forward`` and ``program.backward`` give.
+
+    Args:
+        program: on its device.
+        capture: whose fake mode the graphs' ``meta["val"]`` belong to.
+    """
+    forward = _compile(program.forward, capture.fake_mode)
+    return forward, None if program.backward is None else _compile(program.backward, capture.fake_mode)
+
+
+def _compile(module: fx.GraphModule, fake_mode: Any) -> Runner:
+    module = copy.deepcopy(module)  # Inductor rewrites what it is given
+    examples = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    with tracing(TracingContext(fake_mode)):
+        return standalone_compile(module, examples, dynamic_shapes="from_example_inputs")

@@ -1,0 +1,72 @@
+"""From the kernels of the CPU, where programs are captured, to those of the device that runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshwright.passes.program import LocalProgram
+
+_aten = torch.ops.aten
+
+
+def use_device_kernels(program: LocalProgram, device: torch.device) -> LocalProgram:
+    """Rewrite in place the ops that exist on the CPU only: its attention becomes the device's memory-efficient one.
+
+    Nothing changes for ``device("cpu")``.
+
+    Returns:
+        ``program``.
+    """
+    if device.type == "cpu":
+        return program
+    for module in (program.forward, program.backward):
+        if module is None:
+            continue
+        for node in list(module.graph.nodes):
+            if node.op != "call_function":
+                continue
+            replace = _REPLACED.get(node.target)
+            if replace is not None:
+                replace(module.graph, node, device)
+        module.graph.lint()
+        module.recompile()
+    return program
+
+
+# aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None,
+# scale=None) -> (output, logsumexp); its backward (grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *,
+# attn_mask=None, scale=None) -> (grad_query, grad_key, grad_value). Source: native_functions.yaml of torch 2.13.
+
+
+def _attention(graph: fx.Graph, node: fx.Node, device: torch.device) -> None:
+    query, key, value, dropout, causal = _positional(node, 0.0, False)
+    mask = node.kwargs.get("attn_mask")
+    node.target = _aten._scaled_dot_product_efficient_attention.default
+    node.args, node.kwargs = (query, key, value, mask, True, dropout, causal), {"scale": node.kwargs.get("scale")}
+
+
+def _attention_backward(graph: fx.Graph, node: fx.Node, device: torch.device) -> None:
+    grad, query, key, value, out, logsumexp, dropout, causal = node.args
+    mask, scale = node.kwargs.get("attn_mask"), node.kwargs.get("scale")
+    with graph.inserting_before(node):
+        # the random state of attention's own dropout, which is 0 here: dropout is a separate op in captured graphs
+        state = graph.call_function(_aten.full.default, ([], 0), {"dtype": torch.int64, "device": device})
+    node.target = _aten._scaled_dot_product_efficient_attention_backward.default
+    wanted = [True, True, True, False]
+    node.args = (grad, query, key, value, mask, out, logsumexp, state, state, dropout, wanted, causal)
+    node.kwargs = {"scale": scale}
+
+
+def _positional(node: fx.Node, *defaults: Any) -> list[Any]:
+    missing = 5 - len(node.args)
+    return [*node.args, *(defaults[len(defaults) - missing :] if missing else ())]
+
+
+_REPLACED: dict[object, Callable[[fx.Graph, fx.Node, torch.device], None]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+}

@@ -1,0 +1,228 @@
+"""The parallel module: the original model's names, calls and outputs over programs that run on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.planner.ir.errors import InputError
+from meshwright.planner.ir.graph import Capture
+from meshwright.planner.ir.plan import Plan
+from meshwright.runtime.checks import agree, batch_fingerprint
+from meshwright.runtime.dtensor import local_of
+from meshwright.runtime.inputs import describe_call
+from meshwright.runtime.library import Demand, ProgramLibrary
+from meshwright.runtime.mesh import broadcast_object, check_mesh, device_of, mesh_shape
+from meshwright.runtime.params import fill_tree, place_state, resting_placements
+from meshwright.runtime.programs import BoundProgram, Replan, check_plan
+from meshwright.runtime.random import SeedSequence, initial_seed
+from meshwright.runtime.state import Tree, full_state_dict, load_state
+from meshwright.runtime.step import Return, Step, return_to_input, return_to_parameter
+
+
+class ParallelModule(nn.Module):
+    """A model on a mesh; train it as the original.
+
+    Its parameters are DTensors under the original names; buffers are whole on every rank. ``forward`` takes what the
+    original takes (the global batch, or this rank's piece with ``batch="local"``) and returns what it returns: a loss is
+    a plain scalar that is equal on all ranks; where there is a loss, other tensor outputs are DTensors in the placement
+    that the plan gives them (plain with ``outputs="full"``); where there is none, all are plain and whole.
+
+    Attributes:
+        plan: the plan of the first program.
+        device_mesh: the mesh.
+    """
+
+    plan: Plan
+    device_mesh: DeviceMesh
+
+    def __init__(self, model: nn.Module, library: ProgramLibrary, plan: Plan, outputs: str):
+        super().__init__()
+        self.plan, self.device_mesh = plan, library.mesh
+        self._library, self._outputs = library, outputs
+        rests = library.rests
+        state = place_state(model, rests, library.mesh)
+        fill_tree(self, model, state)
+        self.training = model.training
+        self._tree = Tree(self, state, rests)
+        self._seeds = SeedSequence(broadcast_object(initial_seed(), library.mesh))
+
+    def _get_name(self) -> str:
+        return f"ParallelModule({self._library.model_name} on {mesh_shape(self.device_mesh)})"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model.
+
+        Raises:
+            InputError: the call is not one that the model takes or that was planned for, or a parameter has no values.
+            RuntimeMismatchError: ranks differ at the first call of a program, or a parameter was changed outside.
+        """
+        leaves = self._library.binder.leaves(args, kwargs)
+        parameters = self._tree.parameters()
+        grad = torch.is_grad_enabled()
+        call = describe_call(leaves, grad=grad)
+        trainable = frozenset(name for name, p in parameters.items() if p.requires_grad)
+        wants_grad = grad and (bool(trainable) or any(getattr(leaf, "requires_grad", False) for leaf in call.values()))
+        demand = Demand(call, self._tree.modes(self), trainable, wants_grad)
+        program, is_new = self._library.find(demand, leaves, (args, kwargs))
+        if is_new:
+            self._check_first_call(program, leaves)
+        results = self._run(program, leaves, parameters, wants_grad)
+        return program.structure(results, whole=self._outputs == "full")
+
+    def _check_first_call(self, program: BoundProgram, leaves: Mapping[str, Any]) -> None:
+        """Compare the first batch of a program on all ranks; collective."""
+        facts: dict[str, Any] = {"call": {path: str(leaf) for path, leaf in program.call.items()}}
+        if self._library.batch == "global":
+            facts.update((f"batch {path}", batch_fingerprint(leaves[path])) for path in program.inputs)
+        agree(facts, self.device_mesh, "first call")
+
+    def _run(
+        self, program: BoundProgram, leaves: Mapping[str, Any], parameters: Mapping[str, Any], wants_grad: bool
+    ) -> tuple[torch.Tensor, ...]:
+        given = {
+            value: program.piece(value, leaves[path].detach()) if self._library.batch == "global" else self._piece(leaves[path])
+            for path, value in program.inputs.items()
+        }
+        buffers = self._tree.buffers()
+        flat = [self._argument(program, name, given, parameters, buffers) for name in program.local.inputs]
+        count = len(program.local.mutations)
+        if wants_grad:
+            returns, tensors = self._returns(program, leaves, parameters)
+            results = Step.apply(program, flat, returns, *tensors)
+        else:
+            with torch.no_grad():
+                results = tuple(program.forward(*flat))
+        with torch.no_grad():
+            for name, new in zip(program.local.mutations, results[:count], strict=True):
+                buffers[name].copy_(new)
+        return results
+
+    def _piece(self, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach().to(device_of(self.device_mesh)).contiguous()
+
+    def _argument(
+        self,
+        program: BoundProgram,
+        value: str,
+        given: Mapping[str, torch.Tensor],
+        parameters: Mapping[str, Any],
+        buffers: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        role, name = program.roles[value]
+        if role == "parameter":
+            return local_of(parameters[name]).detach()
+        if role == "buffer":
+            mutated_and_saved = name in program.local.mutations and value in program.local.saved_inputs
+            return buffers[name].clone() if mutated_and_saved else buffers[name]
+        if role == "input":
+            return given[value]
+        if role == "seed":
+            return torch.tensor(self._seeds.draw(), dtype=torch.int64, device=device_of(self.device_mesh))
+        return program.constants[value]
+
+    def _returns(
+        self, program: BoundProgram, leaves: Mapping[str, Any], parameters: Mapping[str, Any]
+    ) -> tuple[list[Return], list[torch.Tensor]]:
+        returns, tensors = [], []
+        for i in program.capture.graph.inputs_of("parameter"):
+            if i.trainable and parameters[i.name].requires_grad:
+                returns.append(return_to_parameter(i.name, parameters[i.name]))
+                tensors.append(parameters[i.name])
+        for path, value in program.inputs.items():
+            name = program.roles[value][1]
+            if leaves[path].requires_grad and name in program.gradient_placements:
+                returns.append(return_to_input(program, name, value, whole=self._library.batch == "global"))
+                tensors.append(leaves[path])
+        return returns, tensors
+
+    # --- state ----------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a single-device checkpoint (whole plain tensors, sliced here) or one of DTensors.
+
+        Args:
+            state_dict: tensors by name; every rank passes the whole checkpoint.
+            strict: whether names must match exactly.
+            assign: not supported: parameters keep their objects and values are copied.
+
+        Returns:
+            The missing and unexpected keys, as ``nn.Module.load_state_dict``.
+
+        Raises:
+            InputError: a key is missing, unexpected or of another shape; or ``assign`` was asked for.
+        """
+        if assign:
+            raise InputError("load_state_dict(assign=True) would replace the sharded parameters: load without assign")
+        return load_state(self, state_dict, strict)
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Whole plain tensors by name on every rank, for a single-device checkpoint; collective."""
+        return full_state_dict(self)
+
+    def random_state(self) -> dict[str, int]:
+        """State of the random ops (dropout): save it beside the ``state_dict``, which keeps the model's own keys."""
+        return self._seeds.state()
+
+    def load_random_state(self, state: Mapping[str, int]) -> None:
+        """Continue the random ops where :meth:`random_state` was taken."""
+        self._seeds.load_state(dict(state))
+
+
+def build(
+    model: nn.Module,
+    capture: Capture,
+    plan: Plan,
+    device_mesh: DeviceMesh,
+    *,
+    batch: str = "global",
+    outputs: str | None = None,
+    compile: bool = False,
+    replan: Replan | None = None,
+) -> ParallelModule:
+    """Place a model on a mesh as a plan says. Collective: every rank of the mesh calls it with equal arguments.
+
+    Args:
+        model: the model that was captured, on a real or the meta device; it is left untouched.
+        capture: its program.
+        plan: for that program and this mesh.
+        device_mesh: torch's mesh; its device type decides between gloo and NCCL.
+        batch: ``"global"``: every rank is given the whole batch; ``"local"``: its own piece (``plan.inputs``).
+        outputs: ``"auto"`` (default) or ``"full"``, see :class:`ParallelModule`.
+        compile: whether the graphs go through Inductor.
+        replan: makes programs for further calls (other shapes, evaluation mode); without it such calls are errors.
+
+    Raises:
+        InputError: a wrong option, mesh, plan or model.
+        RuntimeMismatchError: the ranks do not agree.
+    """
+    _check_option("batch", batch, ("global", "local"))
+    _check_option("outputs", outputs or "auto", ("auto", "full"))
+    check_mesh(device_mesh)
+    shape = mesh_shape(device_mesh)
+    facts = {
+        "world size": dist.get_world_size(),
+        "torch": torch.__version__,
+        "mesh": (shape.sizes, device_mesh.mesh.flatten().tolist(), device_mesh.device_type),
+        "batch mode": batch,
+        "graph": capture.graph.hash[:16],
+        "plan": plan.hash[:16],
+    }
+    agree(facts, device_mesh, "start-up")
+    check_plan(capture, plan, shape)
+    library = ProgramLibrary(
+        model, device_mesh, resting_placements(capture.graph, plan), batch=batch, compile=compile, replan=replan
+    )
+    module = ParallelModule(model, library, plan, outputs or "auto")
+    library.add(capture, plan, tuple(m.training for m in model.modules()))
+    return module
+
+
+def _check_option(name: str, found: str, allowed: tuple[str, ...]) -> None:
+    if found not in allowed:
+        raise InputError(f"{name} is {found!r}, must be one of {', '.join(map(repr, allowed))}")
