@@ -16,6 +16,7 @@ from meshwright.planner.ir.hardware import Hardware
 from meshwright.planner.ir.mesh import Cluster, MeshShape
 from meshwright.planner.ir.plan import Plan
 from meshwright.planning import Progress, Request, capture_call, model_name, one_of, plan_capture
+from meshwright.runtime.module import ParallelModule
 from meshwright.target import target_of
 
 BATCHES = ("global", "local")
@@ -86,7 +87,7 @@ def autoparallelize(
     pins: Mapping[str, Any] | None = None,
     on_missing_rule: str = "replicate",
     respect_axis_names: bool = False,
-) -> torch.nn.Module:
+) -> ParallelModule:
     """Make the module that trains across ``mesh``. Call it on every rank, with the same arguments.
 
     The result has the original parameter names and works with any ``torch.optim`` optimizer, ``loss.backward()``,

@@ -138,6 +138,6 @@ def main() -> None:
     except MeshwrightError as e:
         if _debug:
             raise
-        first, *rest = [str(e), *getattr(e, "__notes__", ())]
-        print("meshwright: " + "; ".join([" ".join(first.split()), *rest]), file=sys.stderr)
+        lines = [str(e), *getattr(e, "__notes__", [])]
+        print("meshwright: " + "; ".join(" ".join(line.split()) for line in lines), file=sys.stderr)
         sys.exit(2)

@@ -45,8 +45,9 @@ def make_model() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    sizes = {"n_layer": 6, "n_embd": 128, "n_head": 4, "n_positions": SEQ, "vocab_size": 256}
-    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)).train()
+    config = GPT2Config(n_layer=6, n_embd=128, n_head=4, n_positions=SEQ, vocab_size=256, use_cache=False)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0  # one process and four would draw other numbers
+    return GPT2LMHeadModel(config).train()
 
 
 def train(model: nn.Module, step_done: Callable[[], object]) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.spec import format_placements
 from meshwright.planning import Request, capture_call, model_name, plan_on_ranks
 from meshwright.runtime import module as runtime
+from meshwright.runtime.params import PlacedState, fill_tree
 from meshwright.runtime.programs import Request as RuntimeRequest
 from meshwright.target import Target
 
@@ -40,7 +41,7 @@ class Maker:
     outputs: str
     compile: bool
 
-    def make(self, model: nn.Module, call: Call) -> nn.Module:
+    def make(self, model: nn.Module, call: Call) -> runtime.ParallelModule:
         """Plan for one call and build the module."""
         if self.plan is None:
             capture, plan = plan_on_ranks(model, call, self.mesh, self.target, self.request)
@@ -73,7 +74,7 @@ class Maker:
         return plan_on_ranks(wanted.module, call, self.mesh, self.target, request, wanted.training)
 
 
-class LazyParallelModule(nn.Module):
+class LazyParallelModule(runtime.ParallelModule):
     """Stands for the parallel module until the first call brings a batch to plan for; then it *becomes* that module.
 
     Until then its parameters are replicated DTensors under the original names, which share the model's storage, so that
@@ -81,23 +82,24 @@ class LazyParallelModule(nn.Module):
     form: the optimizer keeps its objects. Source: ``torch.nn.modules.lazy`` changes its class in the same way.
     """
 
+    _source: nn.Module
+    _maker: Maker
+
     def __init__(self, model: nn.Module, maker: Maker):
-        super().__init__()
+        nn.Module.__init__(self)  # the programs and seeds of a ParallelModule come when it becomes one
         self.__dict__["_source"] = model
         self.__dict__["_maker"] = maker
-        self.train(model.training)
-        shared: dict[int, nn.Parameter] = {}
-        for name, p in model.named_parameters(remove_duplicate=False):
-            if id(p) not in shared:
-                whole = DTensor.from_local(p.detach(), maker.mesh, [Replicate()] * maker.mesh.ndim, run_check=False)
-                shared[id(p)] = nn.Parameter(whole, requires_grad=p.requires_grad)
-            _parent(self, name).register_parameter(name.rpartition(".")[2], shared[id(p)])
-        persistent = model.state_dict(keep_vars=True)
-        for name, b in model.named_buffers(remove_duplicate=False):
-            _parent(self, name).register_buffer(name.rpartition(".")[2], b, persistent=name in persistent)
+        self.training = model.training
+        named = dict(model.named_parameters(remove_duplicate=False))
+        whole = {id(p): _replicated(p, maker.mesh) for p in named.values()}
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        fill_tree(self, model, PlacedState({name: whole[id(p)] for name, p in named.items()}, buffers, frozenset()))
+
+    def _get_name(self) -> str:
+        return f"LazyParallelModule({model_name(self._source)} on {self._maker.target.mesh}, planned at the first call)"
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> Plan:  # type: ignore[override]
         """The plan, once there is one.
 
         Raises:
@@ -125,36 +127,27 @@ class LazyParallelModule(nn.Module):
         return self._source.load_state_dict(whole, strict=strict)
 
     def _become(self, call: Call) -> None:
-        """Plan and build for ``call``, put the built parameters into the objects that others hold, and turn into the built module."""
-        source: nn.Module = self._source
-        for name, p in source.named_parameters():
-            p.requires_grad_(self.get_parameter(name).requires_grad)
-        for name, m in self.named_modules():
-            if name and (theirs := dict(source.named_modules()).get(name)) is not None:
-                theirs.training = m.training
-        source.training = self.training
-        built = self._maker.make(source, call)
-        done: set[int] = set()
-        for name, mine in list(self.named_parameters(remove_duplicate=False)):
-            theirs_p = built.get_parameter(name)
-            if id(mine) not in done:
-                done.add(id(mine))
-                torch.utils.swap_tensors(mine, theirs_p)
-        for name, mine in list(self.named_parameters(remove_duplicate=False)):
-            _parent(built, name).register_parameter(name.rpartition(".")[2], mine)
+        """Plan and build for ``call``, move what was built into the objects that others hold, and turn into the built module."""
+        self._bring_up_to_date()
+        built = self._maker.make(self._source, call)
+        held = dict(self.named_parameters(remove_duplicate=False))
+        for name, mine in self.named_parameters():
+            torch.utils.swap_tensors(mine, built.get_parameter(name))
+        for name, mine in held.items():
+            parent, _, leaf = name.rpartition(".")
+            built.get_submodule(parent)._parameters[leaf] = mine
         self.__dict__ = built.__dict__
         self.__class__ = type(built)  # type: ignore[assignment]
 
-
-def _parent(root: nn.Module, name: str) -> nn.Module:
-    """The module that holds ``name`` (a dotted path), making empty modules on the way."""
-    here = root
-    for part in _steps(name):
-        if part not in here._modules:
-            here.add_module(part, nn.Module())
-        here = here._modules[part]  # type: ignore[assignment]
-    return here
+    def _bring_up_to_date(self) -> None:
+        """Give the model the training modes and ``requires_grad`` flags set on this module since."""
+        for mine, theirs in zip(self.modules(), self._source.modules(), strict=True):
+            theirs.training = mine.training
+        for name, p in self._source.named_parameters():
+            p.requires_grad_(self.get_parameter(name).requires_grad)
 
 
-def _steps(name: str) -> Iterator[str]:
-    yield from name.split(".")[:-1]
+def _replicated(p: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """``p`` as a DTensor that every rank has whole, on the same storage."""
+    whole = DTensor.from_local(p.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return nn.Parameter(whole, requires_grad=p.requires_grad)
