@@ -240,9 +240,10 @@ class _Grouping:
     def _place_pointwise(self, i: int, op: Op, kind: str) -> None:
         sources = self._sources(op)
         chosen: list[_Group] = []
-        space = _space(op)
-        for group in sorted({id(g): g for v in sources if (g := self._group_of(v)) is not None}.values(), key=lambda g: -g.last):
-            if group.style != "pointwise" or group.phase != op.phase or group.fallback or not _fits(group.space, space):
+        space = max(_space(op), *(_space(w) for v in op.ins for _, w in self._prefix.get(v.name, ())), 1)
+        groups = {id(g): g for v in sources if (g := self._group_of(v)) is not None}
+        for group in sorted(groups.values(), key=lambda g: -g.last):
+            if group.style != "pointwise" or group.phase != op.phase or not self._fits(group, op, space, sources):
                 continue
             if self._may_join([*chosen, group], sources):
                 chosen.append(group)
@@ -253,6 +254,15 @@ class _Grouping:
         group.space = max(group.space, space)
         if kind == "reduction":
             group.sealed.update(out.name for out in op.outs if out is not None)
+
+    def _fits(self, group: _Group, op: Op, space: int, sources: list[str]) -> bool:
+        """Whether a group iterates over the space of ``op``, give or take halves, or is broadcast into it for ``op`` alone."""
+        if space <= 2 * group.space and group.space <= 2 * space:
+            return True
+        if group.space > space or space % max(group.space, 1):
+            return False
+        read = [v for v in sources if self._group_of(v) is group]
+        return all(r is op or r.phase != op.phase or self._of.get(r.name) is group for v in read for r in self._readers(v))
 
     def _sources(self, op: Op) -> list[str]:
         """The values that ``op`` and the ops waiting for it read from groups."""
@@ -289,11 +299,6 @@ class _Grouping:
 def _space(op: Op) -> int:
     """Size of the iteration space of an op: elements of its largest operand."""
     return max((v.numel for v in (*op.ins, *op.outs) if v is not None), default=1)
-
-
-def _fits(space: int, larger: int) -> bool:
-    """Whether a space is the same as another, or broadcast into it."""
-    return space <= larger and larger % max(space, 1) == 0
 
 
 # --- from groups to clusters ------------------------------------------------------------------------------------------

@@ -52,6 +52,11 @@ def _op_lines(op: Op, rows: Sequence[Row], where: list[tuple[bool, int]]) -> lis
     return lines
 
 
+def _holds_unevenly(row: Row) -> bool:
+    """Whether a row holds for uneven pieces: it is marked so, or it cuts nothing."""
+    return row.uneven or not any(p is not None and p.is_shard for p in (*row.ins, *row.outs))
+
+
 def _step(columns: list[str], lines: list[_Line], op: Op, rows: Sequence[Row]) -> tuple[list[str], list[_Line]]:
     """Join one op's table to what is joined so far."""
     names, where = op_columns(op)
@@ -67,7 +72,7 @@ def _step(columns: list[str], lines: list[_Line], op: Op, rows: Sequence[Row]) -
             line.placements + extra,
             (*line.members, row),
             line.replicated + sum(p.is_replicate for p in extra),
-            line.uneven and row.uneven,
+            line.uneven and _holds_unevenly(row),
         )
         for line in lines
         for extra, row in by_key.get(tuple(line.placements[i] for i in keys), ())
