@@ -133,9 +133,16 @@ def _sum_dims(b: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
     return b.emit(aten.sum.dim_IntList, x, dims, keepdim, val=val)
 
 
-def _as_tensor_overload(overload: Any) -> Rewrite:
-    """``mul.Scalar(x, 2)`` is ``mul.Tensor(x, 2)``."""
-    return lambda b, node, args, kwargs: b.emit(overload, *args, val=node.meta["val"], **kwargs)
+def _neutral(neutral: float, overload: Any) -> Rewrite:
+    """``x + 0``, ``x * 1``, ``x ** 1`` are ``x`` where they change neither shape nor dtype."""
+
+    def rewrite(b: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        x, other = args[:2]
+        if not kwargs and not isinstance(other, fx.Node) and other == neutral and dtype_of(x) == dtype_of(node):
+            return x
+        return b.emit(overload, *args, val=node.meta["val"], **kwargs)
+
+    return rewrite
 
 
 def _copy(b: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
@@ -286,7 +293,11 @@ REWRITES: dict[Any, Rewrite] = {
     aten.new_full.default: _full_arg(2),
     aten.scalar_tensor.default: _full_arg(0),
     **_each(_arange, aten.arange.default, aten.arange.start, aten.arange.start_step),
-    **{getattr(aten, n).Scalar: _as_tensor_overload(getattr(aten, n).Tensor) for n in ("add", "sub", "mul", "div")},
+    **_each(_neutral(0, aten.add.Tensor), aten.add.Tensor, aten.add.Scalar),
+    **_each(_neutral(0, aten.sub.Tensor), aten.sub.Tensor, aten.sub.Scalar),
+    **_each(_neutral(1, aten.mul.Tensor), aten.mul.Tensor, aten.mul.Scalar),
+    **_each(_neutral(1, aten.div.Tensor), aten.div.Tensor, aten.div.Scalar),
+    aten.pow.Tensor_Scalar: _neutral(1, aten.pow.Tensor_Scalar),
     aten.sum.default: _sum_all,
     aten.sum.dim_IntList: _sum_dims,
     **_each(_copy, aten.copy.default, aten.fill.Tensor),

@@ -1,0 +1,196 @@
+"""Which forward values are kept for the backward, decided before planning, as a change of the graph.
+
+Cheap ops that the backward reads are *copied* into it (``gelu`` becomes ``gelu_r``), and read either what is kept or
+parameters and inputs:
+
+    before                             after
+    add = mm + bias      (forward)     add = mm + bias      (forward)
+    gelu = gelu(add)     (forward)     gelu = gelu(add)     (forward)
+    gb = gelu_backward(g, add)         gb = gelu_backward(g, add)
+    gw = mm(x, gelu)                   gelu_r = gelu(add)   (backward)
+                                       gw = mm(x, gelu_r)
+    kept: add, gelu                    kept: add
+
+The choice is a minimum cut. Every forward value is an arc whose capacity is its bytes; arcs lead from a value to what
+is computed from it; what must be computed in the forward hangs on the source, what the backward reads on the sink. A
+view is never kept (its arc is infinite): it is taken again from its root, so no kept value shares memory with another.
+Computing a value again costs a small part of its bytes, so that a tie is decided for keeping the later value.
+
+Source: the idea is that of min-cut rematerialisation in AOTAutograd (H. He, S. Shah, 2022); there it follows planning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+from meshwright.planner.ir.graph import Capture, GraphOutput, Op, OpGraph, fx_value, ops_of
+from meshwright.planner.solve.backend import min_cut
+
+aten = torch.ops.aten
+
+VIEWS = frozenset(
+    map(
+        str,
+        (
+            aten.reshape.default,
+            aten.permute.default,
+            aten.expand.default,
+            aten.slice.Tensor,
+            aten.select.int,
+            aten.split_with_sizes.default,
+            aten.unbind.int,
+            aten.view.dtype,
+        ),
+    )
+)
+"""Ops whose result shares its input's memory; computing them again is free."""
+
+CHEAP = frozenset(
+    map(str, (aten._to_copy.default, aten.full.default, aten.arange.start_step, aten.cat.default, aten.slice_backward.default))
+) | {"meshwright.uniform.default"}
+"""Ops that only move or make numbers; with the pointwise ones they may be computed again. Random numbers are seeded."""
+
+RECOMPUTE_PER_KEPT = 32
+"""A byte computed again weighs 1/32 of a byte kept: ten chained pointwise ops for a third of the memory they save."""
+
+
+def _overload(target: str) -> torch._ops.OpOverload | None:
+    namespace, packet, overload = target.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload, None)
+
+
+def may_recompute(op: Op) -> bool:
+    """Whether the op is cheap enough to run twice: a view, a copy, a constant, a seeded draw or pointwise."""
+    if op.target in VIEWS or op.target in CHEAP:
+        return True
+    overload = _overload(op.target)
+    if overload is None or torch.Tag.nondeterministic_seeded in overload.tags:
+        return False
+    return torch.Tag.pointwise in overload.tags
+
+
+class _Network:
+    """The flow network: two nodes per forward value, a source and a sink."""
+
+    def __init__(self, graph: OpGraph):
+        self.graph = graph
+        values = [v for op in graph.ops if op.phase == "forward" for v in op.outs if v is not None]
+        self.values = values
+        self.index = {v.name: i for i, v in enumerate(values)}
+        self.source, self.sink = 2 * len(values), 2 * len(values) + 1
+        self.arcs: list[tuple[int, int, int]] = []
+        self.infinite = 1 + sum(v.size_bytes for v in values) * (RECOMPUTE_PER_KEPT + 1)
+        changed = {o.name for o in graph.outputs_of("mutation")}
+        self._unstable = {i.value.name for i in graph.inputs_of("buffer") if i.name in changed}
+
+    def fill(self) -> None:
+        for op in self.graph.ops:
+            if op.phase == "forward":
+                self._add_op(op)
+        for value in self.graph.saved:
+            self.arcs.append((2 * self.index[value.name] + 1, self.sink, self.infinite))
+
+    def _add_op(self, op: Op) -> None:
+        is_view = op.target in VIEWS
+        pinned = not may_recompute(op) or any(v.name in self._unstable for v in op.ins)
+        for value in op.outs:
+            if value is None:
+                continue
+            at = 2 * self.index[value.name]
+            keep = self.infinite if is_view and not pinned else value.size_bytes * RECOMPUTE_PER_KEPT
+            again = self.infinite if pinned else 0 if is_view else value.size_bytes
+            self.arcs += [(at, at + 1, keep), (self.source, at, again)]
+            self.arcs += [(2 * self.index[v.name] + 1, at, self.infinite) for v in op.ins if v.name in self.index]
+
+    def kept(self) -> set[str]:
+        """Names of the values to keep: the minimum cut nearest to the backward."""
+        tails, heads, capacities = np.array(self.arcs, dtype=np.int64).T
+        behind = min_cut(heads, tails, np.ascontiguousarray(capacities), self.sink, self.source)
+        return {v.name for i, v in enumerate(self.values) if 2 * i not in behind and 2 * i + 1 in behind}
+
+
+def choose_kept(graph: OpGraph) -> set[str]:
+    """Names of the forward values to keep for the backward; all else that it reads can be computed from them."""
+    network = _Network(graph)
+    network.fill()
+    return network.kept() if network.arcs else set()
+
+
+class _Rewriter:
+    """Writes the graph again, with copies of forward ops before their first use in the backward."""
+
+    def __init__(self, capture: Capture, kept: set[str]):
+        self.old = capture.gm.graph
+        self.kept = kept
+        self.new = fx.Graph()
+        self.copied: dict[fx.Node, fx.Node] = {}
+        self.again: dict[fx.Node, fx.Node] = {}
+
+    def run(self) -> fx.Graph:
+        for node in self.old.nodes:
+            if node.op == "output":
+                self.new.node_copy(node, self.copied.__getitem__)
+                continue
+            backward = node.op == "call_function" and node.meta["phase"] == "backward"
+            self.copied[node] = self.new.node_copy(node, self.in_backward if backward else self.copied.__getitem__)
+        return self.new
+
+    def in_backward(self, node: fx.Node) -> fx.Node:
+        """What a backward op reads for ``node``: itself if it is kept, else a copy made again."""
+        if node.op == "placeholder" or node.meta["phase"] == "backward" or self._is_kept(node):
+            return self.copied[node]
+        if node not in self.again:
+            self.again[node] = self._copy(node)
+        return self.again[node]
+
+    def _is_kept(self, node: fx.Node) -> bool:
+        if node.target is operator.getitem:
+            return f"{node.args[0].name}#{node.args[1]}" in self.kept  # type: ignore[union-attr]
+        return node.name in self.kept
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        """The node once more in the backward; deep chains are written without recursion in Python."""
+        pending = [node]
+        while pending:
+            top = pending[-1]
+            missing = [n for n in top.all_input_nodes if self._must_copy(n)]
+            if missing:
+                pending += missing
+                continue
+            pending.pop()
+            if top not in self.again:
+                self.again[top] = self._write(top)
+        return self.again[node]
+
+    def _must_copy(self, node: fx.Node) -> bool:
+        return node.op == "call_function" and not self._is_kept(node) and node not in self.again
+
+    def _write(self, node: fx.Node) -> fx.Node:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.again.get(n, self.copied[n]))
+        copy = self.new.create_node("call_function", node.target, args, kwargs, name=f"{node.name}_r")
+        copy.meta = {**node.meta, "phase": "backward", "recompute_of": node.name}
+        return copy
+
+
+def save_few(capture: Capture) -> Capture:
+    """The same program, with fewer bytes kept between forward and backward.
+
+    ``OpGraph.saved`` of the result is what is kept. Results are bitwise the same. A capture without a backward is
+    returned as it is.
+    """
+    if not capture.training:
+        return capture
+    graph = _Rewriter(capture, choose_kept(capture.graph)).run()
+    view = OpGraph(capture.graph.inputs, ops_of(graph), _outputs(capture, graph))
+    return dataclasses.replace(capture, gm=fx.GraphModule(nn.Module(), graph, class_name="JointGraph"), graph=view)
+
+
+def _outputs(capture: Capture, graph: fx.Graph) -> tuple[GraphOutput, ...]:
+    (returned,) = (n for n in graph.nodes if n.op == "output")
+    pairs = zip(capture.graph.outputs, returned.args[0], strict=True)
+    return tuple(dataclasses.replace(o, value=None if n is None else fx_value(n)) for o, n in pairs)
