@@ -144,10 +144,10 @@ def _legal_together(
     if not uneven:
         return True
     assert cluster.source is not None
-    return _storable(tuple(cluster.rows[r].rest or R for r in combo))
+    return storable(tuple(cluster.rows[r].rest or R for r in combo))
 
 
-def _storable(rest: Placements) -> bool:
+def storable(rest: Placements) -> bool:
     """Whether DTensor stores these placements right: per dim at most one strided shard, no plain one after it.
 
     Source: measured on torch 2.13: ``full_tensor`` of ``S(0;3)S(0;3)`` is silently wrong, of ``S(0;4)S(0)`` raises.

@@ -141,7 +141,7 @@ class Problem:
     fixed_bytes: Mapping[str, int] = field(default_factory=dict)
     memory_limit_bytes: int | None = None
     tie_memory_s_per_byte: float = 0.0
-    tie_hidden: float = 1e-4
+    tie_hidden: float = 1e-6
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,84 @@
+"""Why there is no plan: which constraint cannot hold, and the smallest change that would help."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from meshwright.planner.ir.errors import InfeasibleError
+from meshwright.planner.solve.optimise import optimise
+from meshwright.planner.solve.price import memory_of
+from meshwright.planner.solve.problem import Restriction
+from meshwright.planner.solve.tables import Tables
+
+# The memory row is kept this fraction below the limit, so that the solver's tolerance never breaks the limit itself.
+ROW_MARGIN = 1e-6
+
+_WHAT_TO_DO: Mapping[str, str] = {
+    "parameters": "more devices, a smaller model, or a strategy that shards parameters ('zero3', 'tp', 'auto')",
+    "gradients": "more devices, or a strategy that shards parameters and with them gradients ('zero3', 'tp', 'auto')",
+    "optimizer": "more devices, an optimizer with less state (optimizer='sgd'), or a strategy that shards parameters",
+    "activations": "a smaller batch or sequence per device, more devices, or recomputation",
+    "working": "a smaller batch or sequence per device: one op's operands and results alone take this",
+    "gathered": "a mesh on which the largest parameter can stay sharded in use ('tp'), or a smaller one",
+    "buffers": "a model with smaller buffers: they are replicated",
+    "inputs": "a smaller batch",
+}
+
+
+def explain_infeasible(tables: Tables, parts: Sequence[tuple[str, Restriction]], limit: int | None) -> InfeasibleError:
+    """The error for a problem without solution.
+
+    Args:
+        tables: the problem.
+        parts: what was demanded, each with the name it has for the user (``"strategy 'tp'"``, ``"pin '*.weight'"``).
+        limit: the memory limit in bytes.
+
+    Returns:
+        An error to raise, with the binding constraint, and the smallest memory that would fit if that is it.
+    """
+    whole = Restriction()
+    for _, part in parts:
+        whole = whole.merged(part)
+    smallest = optimise(tables.problem, whole, tables.cache, objective="memory")
+    if smallest is None:
+        return _contradiction(tables, parts)
+    memory = memory_of(tables.problem, smallest.chosen)
+    needed = int(sum(memory.values()) * (1 + 3 * ROW_MARGIN)) + 1
+    category = max(memory, key=lambda k: memory[k])
+    under = f" under {' and '.join(name for name, _ in parts)}" if parts else ""
+    return InfeasibleError(
+        f"no plan on mesh {tables.mesh}{under} fits {_size(limit or 0)} per device: the smallest needs {_size(needed)} ({needed} bytes), "
+        f"of which {category} take {_size(memory[category])}. What helps: {_WHAT_TO_DO.get(category, 'more devices')}",
+        binding="memory",
+        needed_bytes=needed,
+    )
+
+
+def _contradiction(tables: Tables, parts: Sequence[tuple[str, Restriction]]) -> InfeasibleError:
+    """Name the smallest set of demands, taken in order, that contradict one another."""
+    needed = list(parts)
+    for part in parts:
+        fewer = [p for p in needed if p is not part]
+        if fewer and _contradict(tables, fewer):
+            needed = fewer
+    names = [name for name, _ in needed]
+    return InfeasibleError(
+        f"no plan on mesh {tables.mesh} satisfies {' together with '.join(names)}: "
+        + ("they contradict each other; drop one" if len(names) > 1 else "drop it, or ask for another placement"),
+        binding=" and ".join(names),
+    )
+
+
+def _contradict(tables: Tables, parts: Sequence[tuple[str, Restriction]]) -> bool:
+    whole = Restriction()
+    for _, part in parts:
+        whole = whole.merged(part)
+    return optimise(tables.problem, whole, tables.cache, objective="memory") is None
+
+
+def _size(number: int) -> str:
+    """Bytes for people."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if number >= factor:
+            return f"{number / factor:.2f} {unit}"
+    return f"{number} bytes"

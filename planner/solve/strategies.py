@@ -1,0 +1,294 @@
+"""Named strategies as restrictions on the one problem.
+
+A strategy says, per mesh axis, how the batch, the parameters at rest and the parameters in use lie on it. Everything else
+(which op computes what, which collectives) is still solved for. Each is feasible for every model, because every cluster can
+run replicated: what a strategy cannot do to a parameter it leaves replicated, and says so in the plan's notes.
+
+======== ================================ ================================================ =======================
+name     batch                            parameters at rest                               parameters in use
+======== ================================ ================================================ =======================
+ddp      sharded over all axes            replicated                                       whole
+zero3    sharded over all axes            sharded over as many devices as possible         gathered whole
+tp       last axis: whole; others: as ddp last axis: sharded wherever the ops can use it   never gathered
+======== ================================ ================================================ =======================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.planner.ir.errors import InputError
+from meshwright.planner.ir.graph import GraphInput
+from meshwright.planner.ir.mesh import MeshShape
+from meshwright.planner.ir.spec import Placements, R, S
+from meshwright.planner.solve.candidates import Candidate
+from meshwright.planner.solve.problem import Restriction
+from meshwright.planner.solve.tables import Tables
+
+
+@dataclass(frozen=True)
+class AxisRule:
+    """What may happen on one mesh axis.
+
+    Attributes:
+        batch: ``"sharded"`` (dim 0 of every batch input), ``"whole"``, ``"batch only"`` (one of these two) or ``"free"``.
+        rest: ``"sharded"`` (where possible), ``"whole"``, ``"preferred"`` (sharded where some op can use the shard as it
+            is) or ``"free"``.
+        use: ``"whole"`` (ops read whole parameters), ``"in place"`` (parameters are never gathered) or ``"free"``.
+    """
+
+    batch: str = "free"
+    rest: str = "free"
+    use: str = "free"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A named restriction.
+
+    Attributes:
+        name: what users write.
+        title: one line for people.
+        data: the rule of data axes.
+        model: the rule of the model axis (the last one with more than one device); None if all axes are data axes.
+        aliases: other names.
+    """
+
+    name: str
+    title: str
+    data: AxisRule = AxisRule()
+    model: AxisRule | None = None
+    aliases: tuple[str, ...] = ()
+
+    def rules(self, mesh: MeshShape) -> tuple[AxisRule, ...]:
+        """The rule of every axis of ``mesh``."""
+        active = [a for a, n in enumerate(mesh.sizes) if n > 1]
+        rules = [self.data] * mesh.num_axes
+        if self.model is not None and active:
+            rules[active[-1]] = self.model
+        return tuple(rules)
+
+
+_REPLICAS = AxisRule(batch="sharded", rest="whole", use="whole")
+
+# By name and by alias.
+STRATEGIES: Mapping[str, Strategy] = {
+    name: s
+    for s in (
+        Strategy("auto", "the fastest plan that fits"),
+        Strategy("ddp", "replicated parameters, sharded batch", _REPLICAS),
+        Strategy(
+            "zero3",
+            "parameters, gradients and optimizer state sharded, gathered for use",
+            AxisRule(batch="sharded", rest="sharded", use="whole"),
+            aliases=("fsdp",),
+        ),
+        Strategy("tp", "parameters sharded along the ops' own dims", _REPLICAS, AxisRule("whole", "preferred", "in place")),
+    )
+    for name in (s.name, *s.aliases)
+}
+
+# Axis names taken as the user's hint of use when respect_axis_names=True.
+_DATA_AXIS = AxisRule(batch="batch only", use="whole")
+_MODEL_AXIS = AxisRule(batch="whole")
+AXIS_NAMES: Mapping[str, AxisRule] = {
+    "dp": _DATA_AXIS,
+    "data": _DATA_AXIS,
+    "fsdp": _DATA_AXIS,
+    "tp": _MODEL_AXIS,
+    "model": _MODEL_AXIS,
+}
+
+_GATHERS = frozenset({"all_gather", "all_to_all"})
+_LISTED = 4
+
+
+def strategy_named(name: str) -> Strategy:
+    """Look a strategy up by name or alias.
+
+    Raises:
+        InputError: no strategy has this name.
+    """
+    if name not in STRATEGIES:
+        raise InputError(f"strategy {name!r} is unknown: use one of {', '.join(STRATEGIES)}")
+    return STRATEGIES[name]
+
+
+def axis_name_rules(mesh: MeshShape) -> tuple[AxisRule, ...]:
+    """The rules that the axes' names ask for; other names are free."""
+    return tuple(AXIS_NAMES.get(name, AxisRule()) for name in mesh.names)
+
+
+def restrict(tables: Tables, rules: Sequence[AxisRule], name: str) -> Restriction:
+    """What ``rules`` take away.
+
+    Args:
+        tables: the problem and its meaning.
+        rules: one per mesh axis.
+        name: of the strategy, for messages.
+
+    Raises:
+        InputError: the batch cannot be sharded as the strategy demands.
+    """
+    rules = [r if n > 1 else AxisRule() for r, n in zip(rules, tables.mesh.sizes, strict=True)]
+    work = _Work(tables, rules, name)
+    work.batch()
+    work.rest()
+    work.use()
+    return Restriction(work.allowed, work.arcs, work.penalty_s, tuple(work.notes))
+
+
+def batch_size(tables: Tables) -> tuple[GraphInput, int] | None:
+    """The first batch input with dims, and its length along dim 0."""
+    for source in tables.graph.inputs_of("input"):
+        if source.value.shape:
+            return source, source.value.shape[0]
+    return None
+
+
+class _Work:
+    def __init__(self, tables: Tables, rules: Sequence[AxisRule], name: str):
+        self.tables = tables
+        self.rules = rules
+        self.name = name
+        self.allowed: dict[int, np.ndarray] = {}
+        self.arcs: dict[int, np.ndarray] = {}
+        self.penalty_s: dict[int, np.ndarray] = {}
+        self.notes: list[str] = []
+
+    def _axes(self, attribute: str, *values: str) -> list[int]:
+        return [a for a, rule in enumerate(self.rules) if getattr(rule, attribute) in values]
+
+    def _keep(self, choice: int, mask: np.ndarray) -> None:
+        self.allowed[choice] = self.allowed.get(choice, np.ones(len(mask), dtype=bool)) & mask
+
+    def batch(self) -> None:
+        """Place dim 0 of the batch inputs."""
+        found = batch_size(self.tables)
+        if found is None:
+            return
+        first, length = found
+        sharded = self._axes("batch", "sharded")
+        parts = math.prod(self.tables.mesh.sizes[a] for a in sharded)
+        if length % parts:
+            raise InputError(
+                f"strategy {self.name!r} shards the batch over {parts} devices of mesh {self.tables.mesh}, but input {first.name!r} "
+                f"has {length} samples (shape {list(first.value.shape)}), which {parts} does not divide: "
+                f"use a batch of a multiple of {parts}, a smaller mesh, or strategy 'auto'"
+            )
+        for choice in self.tables.sources("input"):
+            source = self.tables.first(choice).source
+            assert source is not None
+            in_batch = bool(source.value.shape) and source.value.shape[0] == length
+            mask = np.array([self._batch_ok(c.rest or (), in_batch) for c in self.tables.candidates[choice]])
+            if mask.any():
+                self._keep(choice, mask)
+            else:
+                self.notes.append(
+                    f"{self.name}: input {source.name!r} cannot be sharded along its batch dim and is placed freely"
+                )
+
+    def _batch_ok(self, rest: Placements, in_batch: bool) -> bool:
+        for p, rule in zip(rest, self.rules, strict=True):
+            if rule.batch == "sharded" and p != (S(0) if in_batch else R):
+                return False
+            if rule.batch == "whole" and p != R:
+                return False
+            if rule.batch == "batch only" and p not in ((R, S(0)) if in_batch else (R,)):
+                return False
+        return True
+
+    def rest(self) -> None:
+        """Place the parameters at rest."""
+        whole, sharded, preferred = (self._axes("rest", kind) for kind in ("whole", "sharded", "preferred"))
+        replicated: list[str] = []
+        for choice in self.tables.sources("parameter"):
+            source = self.tables.first(choice).source
+            candidates = self.tables.candidates[choice]
+            assert source is not None
+            mask = np.array([all(_rest(c)[a] == R for a in whole) for c in candidates])
+            if sharded:
+                ranks = [
+                    _sharding_rank(c, source, sharded, self.tables.mesh) if ok else ()
+                    for c, ok in zip(candidates, mask, strict=True)
+                ]
+                mask &= np.array([rank == max(ranks) for rank in ranks])
+                if max(ranks)[0] == 1:
+                    replicated.append(source.name)
+            self._keep(choice, mask)
+            if preferred and len(source.value.shape) > 1:
+                self._prefer(choice, candidates, mask, preferred)
+        if replicated:
+            self.notes.append(
+                f"{self.name}: {len(replicated)} parameters cannot be cut into non-empty pieces and rest whole: {_some(replicated)}"
+            )
+
+    def _prefer(self, choice: int, candidates: Sequence[Candidate], mask: np.ndarray, axes: Sequence[int]) -> None:
+        """A price above any time on resting whole, where some allowed candidate does not."""
+        whole = np.array([any(_rest(c)[a] == R for a in axes) for c in candidates])
+        if (mask & ~whole).any():
+            problem = self.tables.problem
+            longest = sum(c.count * float(c.compute_s.max()) for c in problem.choices) + sum(
+                f.count * float(f.network.seconds.max(initial=0.0)) for f in problem.flows
+            )
+            self.penalty_s[choice] = whole * problem.choices[choice].count * longest
+
+    def use(self) -> None:
+        """Whole parameters for ops, or no gathers."""
+        whole, in_place = self._axes("use", "whole"), self._axes("use", "in place")
+        if not (whole or in_place):
+            return
+        parameters = set(self.tables.sources("parameter"))
+        for index, flow in enumerate(self.tables.problem.flows):
+            if flow.supply not in parameters:
+                continue
+            network = self.tables.networks[index]
+            for demand in flow.demands:
+                if demand.choice is not None and demand.choice not in parameters:
+                    self._keep(demand.choice, np.array([all(network.nodes[n][a] == R for a in whole) for n in demand.nodes]))
+            if in_place:
+                self.arcs[index] = np.array(
+                    [not (axis in in_place and kind in _GATHERS) for axis, kind, _ in network.arcs], dtype=bool
+                )
+
+
+def _rest(candidate: Candidate) -> Placements:
+    assert candidate.rest is not None
+    return candidate.rest
+
+
+def _sharding_rank(candidate: Candidate, source: GraphInput, axes: Sequence[int], mesh: MeshShape) -> tuple:
+    """How well a candidate shards a parameter over ``axes``: over many devices, all along dim 0, else along the largest dim."""
+    placed = [(a, _rest(candidate)[a]) for a in axes if _rest(candidate)[a].is_shard]
+    devices = math.prod(mesh.sizes[a] for a, _ in placed)
+    shape = source.value.shape
+    return (
+        devices,
+        all(p.split == 1 for _, p in placed),
+        len({p.dim for _, p in placed}) <= 1,
+        all(p.dim == 0 for _, p in placed),
+        min((shape[p.dim] for _, p in placed), default=0),
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first few names."""
+    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+
+
+def replicated_under(tables: Tables, restriction: Restriction, chosen: Sequence[int], name: str) -> tuple[str, ...]:
+    """A note on parameters that a preference could not shard."""
+    left = [
+        source.name
+        for choice, penalty in sorted(restriction.penalty_s.items())
+        if penalty[chosen[choice]] > 0
+        for i in tables.members[choice]
+        if (source := tables.clusters.clusters[i].source) is not None
+    ]
+    if not left:
+        return ()
+    return (f"{name}: {len(left)} parameters rest whole because no op can use their shards without gathering: {_some(left)}",)
