@@ -179,7 +179,8 @@ def _slice(step: Step, x: Any, call: Call) -> Any:
     cut = step.cut(step.dst)
     start, end = chunk_bounds(cut.span, cut.parts, step.coordinate[step.axis])
     if cut.groups == 1:
-        return call(aten.slice.Tensor, x, cut.dim, start, end)
+        x = call(aten.slice.Tensor, x, cut.dim, start, end)
+        return x if cut.dim == 0 else call(aten.contiguous.default, x)  # some kernels need it; and the whole can be freed
     shape = _local(step, step.src)
     x = call(aten.reshape.default, x, _divided(shape, cut.dim, cut.groups, cut.span))
     x = call(aten.slice.Tensor, x, cut.dim + 1, start, end)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed import multi_threaded_pg
 from torch.testing._internal.distributed.multi_threaded_pg import (
     ProcessLocalGroup,
     _install_threaded_pg,
@@ -19,6 +20,26 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 )
 
 from tests.helpers.ranks import RankFailed
+
+
+class _ReduceScatter:
+    """The threaded group's own sums only; gloo and NCCL also take maximum and minimum."""
+
+    reduce: ClassVar = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum, dist.ReduceOp.MIN: torch.minimum}
+
+    def __init__(self, op: Any):
+        self.op = op.op if hasattr(op, "op") else op
+
+    @torch.no_grad()
+    def work(self, data: list[Any]) -> None:
+        for i, (outputs, _) in enumerate(data):
+            total = data[0][1][0][i]
+            for _, inputs in data[1:]:
+                total = self.reduce[self.op](total, inputs[0][i])
+            outputs[0].detach().copy_(total)
+
+
+multi_threaded_pg.ReduceScatter = _ReduceScatter
 
 
 def run_threads(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
