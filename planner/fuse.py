@@ -240,7 +240,7 @@ class _Grouping:
     def _place_pointwise(self, i: int, op: Op, kind: str) -> None:
         sources = self._sources(op)
         chosen: list[_Group] = []
-        space = max(_space(op), *(_space(w) for v in op.ins for _, w in self._prefix.get(v.name, ())), 1)
+        space = max(_space(member) for member in (op, *self._waiting(op)))
         groups = {id(g): g for v in sources if (g := self._group_of(v)) is not None}
         for group in sorted(groups.values(), key=lambda g: -g.last):
             if group.style != "pointwise" or group.phase != op.phase or not self._fits(group, op, space, sources):
@@ -255,6 +255,10 @@ class _Grouping:
         if kind == "reduction":
             group.sealed.update(out.name for out in op.outs if out is not None)
 
+    def _waiting(self, op: Op) -> list[Op]:
+        """The ops that wait to join the cluster of ``op``."""
+        return [w for v in op.ins for _, w in self._prefix.get(v.name, ())]
+
     def _fits(self, group: _Group, op: Op, space: int, sources: list[str]) -> bool:
         """Whether a group iterates over the space of ``op``, give or take halves, or is broadcast into it for ``op`` alone."""
         if space <= 2 * group.space and group.space <= 2 * space:
@@ -262,12 +266,17 @@ class _Grouping:
         if group.space > space or space % max(group.space, 1):
             return False
         read = [v for v in sources if self._group_of(v) is group]
-        return all(r is op or r.phase != op.phase or self._of.get(r.name) is group for v in read for r in self._readers(v))
+        own = [op, *self._waiting(op)]
+        return all(
+            any(r is o for o in own) or r.phase != op.phase or self._of.get(r.name) is group
+            for v in read
+            for r in self._readers(v)
+        )
 
     def _sources(self, op: Op) -> list[str]:
         """The values that ``op`` and the ops waiting for it read from groups."""
         out: dict[str, None] = {}
-        waiting = [w for v in op.ins for _, w in self._prefix.get(v.name, ())]
+        waiting = self._waiting(op)
         made = {v.name for w in waiting for v in w.outs if v is not None}
         for member in (*waiting, op):
             out.update(dict.fromkeys(v.name for v in member.ins if v.name not in made))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from meshwright.planner.cost.devices import wave_elements
+from meshwright.planner.cost.devices import matmul_tiles
 from meshwright.planner.cost.formulas import compiled
 from meshwright.planner.ir.cluster import Cluster
 from meshwright.planner.ir.graph import Op
@@ -20,9 +20,6 @@ from meshwright.planner.kinds import argument, kind_of, packet
 
 Local = np.ndarray
 """Local shape of one value for every candidate: int64 [candidates, dims]."""
-
-TILE = 32
-"""Half a 64-wide tile, lost at the edges of a matmul."""
 
 ATTENTION_CEILING = 0.75
 """Attention kernels relative to large matmuls: FlashAttention-2 reaches 73 % of peak forwards and 63 % backwards on A100,
@@ -59,8 +56,7 @@ def _numel(local: Local) -> np.ndarray:
 def matmul_s(p: Pieces, b: np.ndarray | float, m: np.ndarray, k: np.ndarray, n: np.ndarray) -> np.ndarray:
     """Seconds of ``b`` matmuls of m x k by k x n."""
     rate, ceiling = p.rate()
-    flops = compiled("matmul_flops")(b, m, k, n)
-    return compiled("matmul_s")(flops, b, m, k, n, rate, ceiling, wave_elements(p.device), TILE)
+    return compiled("matmul_s")(b, m, k, n, rate, ceiling, *matmul_tiles(p.device))
 
 
 def _mm(p: Pieces) -> np.ndarray:
