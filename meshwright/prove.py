@@ -26,7 +26,7 @@ from meshwright.planner.ir.errors import NoRuleError, VerifyError
 from meshwright.planner.ir.graph import Op, Value
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.plan import OpSpec
-from meshwright.planner.ir.spec import P, P_MAX, P_MIN, Placement, Placements, R, Row, S, divides, join_shards, local_slice
+from meshwright.planner.ir.spec import P_MAX, P_MIN, P, Placement, Placements, R, Row, S, divides, join_shards, local_slice
 from meshwright.planner.rules import rows_for
 
 Tensors = tuple[torch.Tensor, ...]

@@ -186,6 +186,16 @@ def slice_arguments(op: Op) -> tuple[int, int, int]:
     return dim, min(max(start, 0), shape[dim]), step
 
 
+@rule("aten.slice_scatter.default", "aten.select_scatter.default")
+def overwritten(op: Op) -> Rows:
+    """``(x, src, dim, ...)``: ``x`` with a stretch or one index of a dim replaced; all other dims; linear in both."""
+    shape = op.ins[0].shape
+    dim = _norm(op.arg(2, 0), len(shape))
+    x: Dims = tuple(() if d == dim else (d,) for d in range(len(shape)))
+    src = x if op.target == "aten.slice_scatter.default" else tuple(n for n in x if n)
+    return factor_rows(op, Factors((x, src), (x,), dict(enumerate(shape))), linear=[(0, 1)])
+
+
 @rule("aten.flip.default", "aten.roll.default")
 def dims_named(op: Op) -> Rows | None:
     """Reversed or rotated dims stay whole."""
