@@ -87,7 +87,7 @@ def prove_op(op: Op, inputs: Sequence[torch.Tensor], sizes: Sequence[int] = (2, 
 
 def fits(op: Op, row: Row, n: int) -> bool:
     """Whether a mesh axis of ``n`` ranks divides every dim that the row shards (or need not)."""
-    return row.uneven or _fits(op, tuple((p,) for p in row.ins), tuple(p and (p,) for p in row.outs), (n,))
+    return row.uneven or _fits(op, tuple((p,) for p in row.ins), _single(row.outs), (n,))
 
 
 def _fits(op: Op, ins: Sequence[Placements], outs: Sequence[Placements | None], sizes: tuple[int, ...]) -> bool:
@@ -101,8 +101,7 @@ def prove(op: Op, inputs: Sequence[torch.Tensor], row: Row, n: int) -> None:
     Raises:
         VerifyError: the pieces do not make up the whole op's result; names op, row, result and the largest difference.
     """
-    spec = OpSpec(tuple((p,) for p in row.ins), tuple(None if p is None else (p,) for p in row.outs))
-    prove_spec(op, inputs, spec, MeshShape.of(n))
+    prove_spec(op, inputs, OpSpec(tuple((p,) for p in row.ins), _single(row.outs)), MeshShape.of(n))
 
 
 def prove_rows(op: Op, inputs: Sequence[torch.Tensor], rows: Sequence[Row], mesh: MeshShape) -> bool:
@@ -111,15 +110,24 @@ def prove_rows(op: Op, inputs: Sequence[torch.Tensor], rows: Sequence[Row], mesh
     Raises:
         VerifyError: as :func:`prove`.
     """
-    ins = tuple(tuple(r.ins[i] for r in rows) for i in range(len(op.ins)))
-    outs = tuple(
-        None if v is None else tuple(r.outs[i] for r in rows)  # type: ignore[misc]
-        for i, v in enumerate(op.outs)
-    )
-    if not _fits(op, ins, outs, mesh.sizes):
+    spec = joined(op, rows)
+    if not _fits(op, spec.ins, spec.outs, mesh.sizes):
         return False
-    prove_spec(op, inputs, OpSpec(ins, outs), mesh)
+    prove_spec(op, inputs, spec, mesh)
     return True
+
+
+def joined(op: Op, rows: Sequence[Row]) -> OpSpec:
+    """The spec of one row per mesh axis."""
+    outs: list[Placements | None] = []
+    for i in range(len(op.outs)):
+        made = tuple(p for r in rows if (p := r.outs[i]) is not None)
+        outs.append(made or None)
+    return OpSpec(tuple(tuple(r.ins[i] for r in rows) for i in range(len(op.ins))), tuple(outs))
+
+
+def _single(outs: Sequence[Placement | None]) -> tuple[Placements | None, ...]:
+    return tuple(None if p is None else (p,) for p in outs)
 
 
 def prove_spec(op: Op, inputs: Sequence[torch.Tensor], spec: OpSpec, mesh: MeshShape) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from meshwright.planner.ir.graph import Op, Value
 
 Tensors = tuple[torch.Tensor, ...]
-Maker = Callable[[Op, torch.Generator], Tensors]
 
 
 def random_inputs(op: Op, seed: int = 0) -> Tensors:
@@ -100,7 +99,7 @@ def _pooled(op: Op) -> int:
 
 _EVERY_INDEX = dict.fromkeys(range(1, 8), _indexed)
 
-INDICES: dict[str, dict[int, Callable[[Op], int]]] = {
+INDICES: dict[str, Mapping[int, Callable[[Op], int]]] = {
     "aten.embedding.default": {1: _rows},
     "aten.embedding_dense_backward.default": {1: lambda op: op.args[2]},
     "aten.nll_loss_forward.default": {1: _classes},

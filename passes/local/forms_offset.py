@@ -47,6 +47,20 @@ def embedding_backward(piece: Piece) -> Results:
     return (piece.call(aten.slice.Tensor, rows, 0, 0, length),)
 
 
+@form("aten.gather.default")
+def gather(piece: Piece) -> Results:
+    """A piece of the dim that is gathered from gives what it holds and zeros for the rest: an addend of the result."""
+    shape = piece.op.ins[0].shape
+    dim = piece.op.args[1] % max(len(shape), 1)
+    if piece.ways(piece.spec.ins[0], dim) == 1:
+        return piece.default()
+    x, indices = piece.inputs
+    local, outside = _rebased(piece, indices, *piece.span(piece.spec.ins[0], dim, shape[dim]))
+    local = piece.call(aten.masked_fill.Scalar, local, outside, 0)
+    found = piece.call(aten.gather.default, x, dim, local)
+    return (piece.call(aten.masked_fill.Scalar, found, outside, 0),)
+
+
 def _rebased(piece: Piece, indices: Any, start: int, length: int) -> tuple[Any, Any]:
     """Indices counted from ``start``, and which of them lie outside ``[0, length)``."""
     local = piece.call(aten.sub.Tensor, indices, start)

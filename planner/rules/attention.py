@@ -7,6 +7,8 @@ key head, as both are consecutive.
 
 from __future__ import annotations
 
+from typing import Any
+
 from meshwright.planner.ir.graph import Op, Value
 from meshwright.planner.ir.spec import P, Placement, R, Row, S
 from meshwright.planner.rules.registry import Rows, resolve, rule
@@ -31,7 +33,7 @@ def attention(op: Op) -> Rows:
     if argument(op, "dropout_p", 0.0) > 0:
         return []
     rows = [_row(op, names, dim) for dim in (0, 1)]
-    if not argument(op, "is_causal", False):
+    if not argument(op, "is_causal", False) and "efficient" not in op.target:  # its logsumexp is padded
         rows.append(_row(op, names, 2))
     found = [row for row in rows if row is not None]
     if op.target in BACKWARD:
@@ -46,7 +48,7 @@ def argument_names(op: Op) -> list[str]:
     return [name for name, value in named if isinstance(value, Value)]
 
 
-def argument(op: Op, name: str, default: object) -> object:
+def argument(op: Op, name: str, default: Any) -> Any:
     """An argument by its schema name."""
     schema = [a.name for a in resolve(op.target)._schema.arguments]
     return {**dict(zip(schema, op.args, strict=False)), **dict(op.kwargs)}.get(name, default)

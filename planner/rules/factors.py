@@ -22,6 +22,7 @@ import math
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.graph import Op, Value
 from meshwright.planner.ir.spec import P, Placement, R, Row, S
 
-Dim = tuple[Hashable, ...]
+Dim = tuple[Any, ...]
 """The factors of one tensor dim, outermost first; ``()`` for a dim that stays whole."""
 Dims = tuple[Dim, ...]
 
@@ -48,7 +49,7 @@ class Factors:
 
     ins: tuple[Dims, ...]
     outs: tuple[Dims | None, ...]
-    sizes: Mapping[Hashable, int]
+    sizes: Mapping[Any, int]
 
 
 def factor_rows(
@@ -84,7 +85,7 @@ def factor_rows(
     return rows + linear_rows(op, linear)
 
 
-def _placement(dims: Dims, name: Hashable, sizes: Mapping[Hashable, int]) -> Placement:
+def _placement(dims: Dims, name: Hashable, sizes: Mapping[Any, int]) -> Placement:
     for d, dim in enumerate(dims):
         if name in dim:
             return S(d, math.prod(sizes[f] for f in dim[: dim.index(name)]))
@@ -92,7 +93,7 @@ def _placement(dims: Dims, name: Hashable, sizes: Mapping[Hashable, int]) -> Pla
 
 
 def _out_placements(
-    outs: Sequence[Dims | None], name: Hashable, sizes: Mapping[Hashable, int], lacking: Placement | None
+    outs: Sequence[Dims | None], name: Hashable, sizes: Mapping[Any, int], lacking: Placement | None
 ) -> tuple[Placement | None, ...] | None:
     """Placements of the results; None if one lacks the factor and nothing completes it."""
     found: list[Placement | None] = []
@@ -188,9 +189,9 @@ def _term(op: Op, text: str, term: str, ndim: int) -> Dims:
     return tuple(dims)
 
 
-def _sizes(op: Op, text: str, dims: Sequence[Dims | None], shapes: Sequence[tuple[int, ...]]) -> dict[Hashable, int]:
+def _sizes(op: Op, text: str, dims: Sequence[Dims | None], shapes: Sequence[tuple[int, ...]]) -> dict[Any, int]:
     """Every factor's size: from dims that it has alone, then from merged dims with one unknown."""
-    sizes: dict[Hashable, int] = {}
+    sizes: dict[Any, int] = {}
     pairs = [
         (d, n) for ds, shape in zip(dims, shapes, strict=True) if ds is not None for d, n in zip(ds, shape, strict=True) if d
     ]
@@ -217,5 +218,5 @@ def _sizes(op: Op, text: str, dims: Sequence[Dims | None], shapes: Sequence[tupl
     return sizes
 
 
-def _drop_broadcast(dims: Dims, shape: tuple[int, ...], sizes: Mapping[Hashable, int]) -> Dims:
+def _drop_broadcast(dims: Dims, shape: tuple[int, ...], sizes: Mapping[Any, int]) -> Dims:
     return tuple(d if n > 1 or all(sizes[f] == 1 for f in d) else WHOLE for d, n in zip(dims, shape, strict=True))

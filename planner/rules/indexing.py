@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from meshwright.planner.ir.graph import Op, Value
-from meshwright.planner.ir.spec import P, Row, S
+from meshwright.planner.ir.spec import P, R, Row, S
 from meshwright.planner.rules.factors import Dims, Factors, factor_rows, linear_rows, summable
 from meshwright.planner.rules.registry import Rows, rule
 
 
 @rule("aten.gather.default")
 def gather(op: Op) -> Rows:
-    """``(x, dim, index) -> x[index]`` along one dim: other dims of equal size; the index's own dim with ``x`` whole there."""
+    """``(x, dim, index) -> x[index]`` along one dim: other dims of equal size; the index's own dim with ``x`` whole there;
+    and ``x`` cut along ``dim``, each rank adding what it holds: ``S(dim),R -> P``."""
     x, index = op.ins[0].shape, op.ins[1].shape
     dim = op.args[1] % max(len(x), 1)
     names = _shared(dim, x, index)
     named = tuple(("i",) if d == dim else n for d, n in enumerate(names))
-    sizes = {**dict(enumerate(index)), "i": index[dim] if index else 1}
-    return factor_rows(op, Factors((names, named), (named,), sizes), linear=[(0,)])
+    sizes: dict[Any, int] = {**dict(enumerate(index)), "i": index[dim] if index else 1}
+    rows = factor_rows(op, Factors((names, named), (named,), sizes), linear=[(0,)])
+    return rows + ([Row((S(dim), R), (P,))] if x and x[dim] > 1 and summable(op.ins[0]) else [])
 
 
 @rule("aten.scatter.src", "aten.scatter_add.default", "aten.scatter_reduce.two", "aten.scatter.reduce")
@@ -43,7 +46,7 @@ def _shared(dim: int, *shapes: tuple[int, ...]) -> Dims:
     return tuple((d,) if d != dim and len({s[d] for s in shapes}) == 1 else () for d in range(len(shapes[0])))
 
 
-def _added_in_pieces(op: Op, shape: Sequence[int], names: Sequence[tuple[object, ...]], src: int) -> list[Row]:
+def _added_in_pieces(op: Op, shape: Sequence[int], names: Sequence[tuple[Any, ...]], src: int) -> list[Row]:
     """Each rank adds its part of the updates to its addend: ``P,S(d),S(d) -> P``."""
     if not all(summable(v) for v in (op.ins[0], *op.outs) if v is not None):
         return []
@@ -102,7 +105,7 @@ def _has_mask(op: Op) -> bool:
     return any(isinstance(i, Value) and i.dtype.itemsize == 1 for i in op.args[1])
 
 
-def _indexed(op: Op) -> tuple[Dims, list[Dims], Dims, dict[object, int]]:
+def _indexed(op: Op) -> tuple[Dims, list[Dims], Dims, dict[Any, int]]:
     """Factors of ``x``, of each index tensor and of ``x[indices]``.
 
     Dims of the broadcast indices are named ``("i", -1)``, ``("i", -2)``, ... from the right. They stand where the indexed
@@ -114,7 +117,7 @@ def _indexed(op: Op) -> tuple[Dims, list[Dims], Dims, dict[object, int]]:
     tensors = [i for i in indices if i is not None]
     ndim = max(len(t.shape) for t in tensors)
     broadcast = [max(t.shape[j] for t in tensors if len(t.shape) >= -j) for j in range(-ndim, 0)]
-    sizes: dict[object, int] = {d: n for d, n in enumerate(shape) if d not in at}
+    sizes: dict[Any, int] = {d: n for d, n in enumerate(shape) if d not in at}
     sizes.update({("i", j): broadcast[j] for j in range(-ndim, 0)})
     x: Dims = tuple(() if d in at else (d,) for d in range(len(shape)))
     picked: list[Dims] = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from meshwright.planner.ir.graph import Op
 from meshwright.planner.ir.spec import R, Row
 from meshwright.planner.rules.factors import Dims, Factors, factor_rows
@@ -16,7 +18,7 @@ def embedding(op: Op) -> Rows:
     """``(weight [V,D], indices) -> out``: dims of the indices, ``D``, and ``V``: ``S(0),R -> P``; linear in the weight."""
     weight, indices = op.ins
     names: Dims = tuple((d,) for d in range(len(indices.shape)))
-    sizes = {**dict(enumerate(indices.shape)), "V": weight.shape[0], "D": weight.shape[1]}
+    sizes: dict[Any, int] = {**dict(enumerate(indices.shape)), "V": weight.shape[0], "D": weight.shape[1]}
     return factor_rows(op, Factors(((("V",), ("D",)), names), ((*names, ("D",)),), sizes), linear=[(0,)])
 
 
@@ -25,7 +27,7 @@ def embedding_backward(op: Op) -> Rows:
     """``(gout, indices) -> gweight [V,D]``: dims of the indices leave ``P``, ``V``: ``R,R -> S(0)``; linear in ``gout``."""
     gout, indices = op.ins
     names: Dims = tuple((d,) for d in range(len(indices.shape)))
-    sizes = {**dict(enumerate(indices.shape)), "V": op.args[2], "D": gout.shape[-1]}
+    sizes: dict[Any, int] = {**dict(enumerate(indices.shape)), "V": op.args[2], "D": gout.shape[-1]}
     counts_in_batch = range(len(indices.shape)) if op.arg(4, False) else ()
     factors = Factors(((*names, ("D",)), names), ((("V",), ("D",)),), sizes)
     return factor_rows(op, factors, linear=[(0,)], whole=counts_in_batch)
@@ -33,22 +35,20 @@ def embedding_backward(op: Op) -> Rows:
 
 @rule("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
 def nll(op: Op) -> Rows:
-    """``(logp [N,C,...], target [N,...], weight?) -> loss, total weight`` (summed): positions and classes leave ``P,P``."""
+    """``(logp [N,C,...], target [N,...], weight?) -> loss, total weight`` (summed): positions and classes leave ``P,P``.
+
+    A mean cannot be put together from pieces; capture takes it apart into sums. Unreduced, classes leave ``P``."""
     logp, target = op.ins[0].shape, op.ins[1].shape
     reduction = op.args[3]
     positions, classes = _names(logp)
     weights: tuple[Dims, ...] = (classes,)[: len(op.ins) - 2]
     factors = Factors(
         (_logp(logp), positions if target else (), *weights),
-        ((positions if reduction not in (MEAN, SUM) else ()), ()),
-        _sizes(logp),
+        (() if reduction == SUM else positions, ()),
+        dict(enumerate(logp)),
     )
-    rows = factor_rows(op, factors)
-    if reduction == MEAN:
-        return []
-    if reduction == SUM:
-        return rows
-    return [Row(r.ins, (r.outs[0], R)) for r in rows]
+    rows = [] if reduction == MEAN else factor_rows(op, factors)
+    return rows if reduction == SUM else [Row(r.ins, (r.outs[0], R)) for r in rows]
 
 
 @rule("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
@@ -58,7 +58,7 @@ def nll_backward(op: Op) -> Rows:
     positions, classes = _names(logp)
     gloss: Dims = positions if op.ins[0].shape else ()
     weights: tuple[Dims, ...] = (classes,)[: len(op.ins) - 4]
-    factors = Factors((gloss, _logp(logp), positions, *weights, ()), (_logp(logp),), _sizes(logp))
+    factors = Factors((gloss, _logp(logp), positions, *weights, ()), (_logp(logp),), dict(enumerate(logp)))
     return factor_rows(op, factors, linear=[(0,)])
 
 
@@ -70,10 +70,6 @@ def _names(logp: tuple[int, ...]) -> tuple[Dims, Dims]:
 
 def _logp(logp: tuple[int, ...]) -> Dims:
     return tuple((d,) for d in range(len(logp)))
-
-
-def _sizes(logp: tuple[int, ...]) -> dict[object, int]:
-    return dict(enumerate(logp))
 
 
 def class_dim(ndim: int) -> int:
