@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def run_script(script: str, args: Sequence[str], nproc: int) -> int:
         nproc_per_node=nproc,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
+        run_id=uuid.uuid4().hex,
         max_restarts=0,
         monitor_interval=0.1,
     )

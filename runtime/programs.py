@@ -21,6 +21,7 @@ from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.spec import Placements, even_local_shape, local_slice
 from meshwright.runtime.compile import compile_program
 from meshwright.runtime.device import use_device_kernels
+from meshwright.runtime.gather import gather_whole
 from meshwright.runtime.inputs import Call, CallBinder, PlainLeaf, TensorLeaf
 from meshwright.runtime.mesh import coordinate_of, device_of, group_names, mesh_shape, torch_placements
 
@@ -123,7 +124,7 @@ class BoundProgram:
         placements, shape = out.spread
         stride = torch.empty(shape, device="meta").stride()
         spread = DTensor.from_local(local, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-        return spread.full_tensor() if whole else spread
+        return gather_whole(spread) if whole else spread
 
 
 def bind_program(

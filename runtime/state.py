@@ -13,6 +13,7 @@ from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.spec import Placements, local_slice
 from meshwright.runtime.checks import changed, check_parameter
 from meshwright.runtime.dtensor import Layout, local_of, wrap_like
+from meshwright.runtime.gather import gather_whole
 from meshwright.runtime.mesh import coordinate_of, mesh_shape, our_placements
 from meshwright.runtime.params import PlacedState
 
@@ -154,13 +155,13 @@ def _some(names: list[str], limit: int = 5) -> str:
 
 def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
     if not isinstance(target, DTensor):
-        target.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+        target.copy_(gather_whole(value) if isinstance(value, DTensor) else value)
         return
     if isinstance(value, DTensor):
         if value.placements == target.placements and value.device_mesh == target.device_mesh:
             target.copy_(value)
             return
-        value = value.full_tensor()
+        value = gather_whole(value)
     piece = _piece_like(target, value)
     target.copy_(wrap_like(piece.to(local_of(target).device, local_of(target).dtype), target))
 
@@ -172,8 +173,7 @@ def _piece_like(target: DTensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole plain tensors by name; one gather per parameter that is sharded."""
+    """Whole plain tensors by name; one gather per mesh axis and parameter that is sharded."""
     return {
-        name: value.full_tensor().clone() if isinstance(value, DTensor) else value.clone()
-        for name, value in module.state_dict().items()
+        name: gather_whole(value) if isinstance(value, DTensor) else value.clone() for name, value in module.state_dict().items()
     }
