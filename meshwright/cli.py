@@ -18,6 +18,7 @@ app = typer.Typer(
     help="Plan and run PyTorch models across device meshes.",
 )
 _debug = False
+_PIPE_WIDTH = 120
 
 
 @app.callback()
@@ -70,7 +71,8 @@ def plan(
         return
     from meshwright.report import print_report
 
-    print_report(made, Console(highlight=False))
+    terminal = Console(highlight=False)
+    print_report(made, terminal if terminal.is_terminal else Console(highlight=False, width=_PIPE_WIDTH))
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

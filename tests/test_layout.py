@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 PRIVATE_TORCH = {
+    "planner/assemble.py",
     "planner/decompose.py",
     "planner/faking.py",
     "planner/trace.py",
