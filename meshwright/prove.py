@@ -173,16 +173,19 @@ def cut_tensor(whole: torch.Tensor, placements: Placements, sizes: Sequence[int]
     """Every coordinate's piece of a tensor; partial placements get random addends."""
     addends: Pieces = {(): whole}
     for p, n in zip(placements, sizes, strict=True):
-        addends = {
-            (*at, i): part
-            for at, x in addends.items()
-            for i, part in enumerate(_addends(x, p, n, generator) if p.is_partial else [x] * n)
-        }
-    return {at: local_slice(x, placements, sizes, at).clone() for at, x in addends.items()}
+        ways = n if p.is_partial else 1
+        addends = {(*at, i): x for at, y in addends.items() for i, x in enumerate(_addends(y, p, ways, generator))}
+    pieces: Pieces = {}
+    for at in itertools.product(*map(range, sizes)):
+        addend = addends[tuple(i if p.is_partial else 0 for i, p in zip(at, placements, strict=True))]
+        pieces[at] = local_slice(addend, placements, sizes, at).clone()
+    return pieces
 
 
 def _addends(whole: torch.Tensor, placement: Placement, n: int, generator: torch.Generator) -> list[torch.Tensor]:
     """``n`` tensors that sum to ``whole``, or whose maximum or minimum it is."""
+    if n == 1:
+        return [whole]
     noise = [_random(whole.shape, whole.dtype, generator) for _ in range(n)]
     if placement.op == "sum":
         return [*noise[1:], whole - sum(noise[1:], torch.zeros_like(whole))]

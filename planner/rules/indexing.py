@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from meshwright.planner.ir.graph import Op, Value
@@ -24,33 +23,34 @@ def gather(op: Op) -> Rows:
     return rows + ([Row((S(dim), R), (P,))] if x and x[dim] > 1 and summable(op.ins[0]) else [])
 
 
-@rule("aten.scatter.src", "aten.scatter_add.default", "aten.scatter_reduce.two", "aten.scatter.reduce")
-def scatter(op: Op) -> Rows:
-    """``(x, dim, index, src) -> x`` with some elements replaced or added to: other dims of equal size."""
-    x, index, *src = (v.shape for v in op.ins)
-    names = _shared(op.args[1] % max(len(x), 1), x, index, *src)
-    add = op.target == "aten.scatter_add.default"
-    factors = Factors((names,) * len(op.ins), (names,), dict(enumerate(x)))
-    rows = factor_rows(op, factors, linear=[(0, 2)] if add or op.target == "aten.scatter.src" else [])
-    return rows + (_added_in_pieces(op, index, [(d,) for d in range(len(index))], 2) if add and index == src[0] else [])
+@rule("aten.scatter.src", "aten.scatter.reduce", "aten.scatter_reduce.two")
+def scatter(op: Op) -> list[Row]:
+    """``(x, dim, index, src) -> x`` with some elements replaced: other dims of equal size; replacing is linear in both."""
+    shapes = [v.shape for v in op.ins]
+    names = _shared(op.args[1] % max(len(shapes[0]), 1), *shapes)
+    factors = Factors((names,) * len(op.ins), (names,), dict(enumerate(shapes[0])))
+    return factor_rows(op, factors, linear=[(0, 2)] if op.target == "aten.scatter.src" else [])
 
 
 @rule("aten.scatter.value")
 def scatter_value(op: Op) -> Rows:
     """As ``scatter``; writing the number zero is linear."""
-    return [*scatter(op), *linear_rows(op, [(0,)] if op.args[3] == 0 else [])]  # type: ignore[misc]
+    return scatter(op) + linear_rows(op, [(0,)] if op.args[3] == 0 else [])
+
+
+@rule("aten.scatter_add.default")
+def scatter_add(op: Op) -> Rows:
+    """As ``scatter``; and each rank adds its part of the updates along ``dim`` to its addend: ``P,S(dim),S(dim) -> P``."""
+    x, index, src = op.ins
+    dim = op.args[1] % max(len(x.shape), 1)
+    in_parts = index.shape == src.shape and index.shape and index.shape[dim] > 1 and summable(x)
+    parts = [Row((P, S(dim), S(dim)), (P,))] if in_parts else []
+    return [*scatter(op), *linear_rows(op, [(0, 2)]), *parts]
 
 
 def _shared(dim: int, *shapes: tuple[int, ...]) -> Dims:
     """Dims other than ``dim`` that all shapes have alike."""
     return tuple((d,) if d != dim and len({s[d] for s in shapes}) == 1 else () for d in range(len(shapes[0])))
-
-
-def _added_in_pieces(op: Op, shape: Sequence[int], names: Sequence[tuple[Any, ...]], src: int) -> list[Row]:
-    """Each rank adds its part of the updates to its addend: ``P,S(d),S(d) -> P``."""
-    if not all(summable(v) for v in (op.ins[0], *op.outs) if v is not None):
-        return []
-    return [Row((P, S(d), S(d)), (P,)) for d, n in enumerate(shape) if n > 1 and names[d]]
 
 
 @rule("aten.index_select.default")

@@ -26,19 +26,18 @@ def softmax_backward(op: Op) -> Rows:
     return factor_rows(op, Factors((dims, dims), (dims,), dict(enumerate(shape))), linear=[(0,)])
 
 
-@rule("aten.native_layer_norm.default", "aten._fused_rms_norm.default")
+@rule("aten.native_layer_norm.default")
 def row_norm(op: Op) -> Rows:
     """``(x, shape, weight?, bias?) -> y, mean, rstd``: leading dims of ``x``, whole weights."""
     leading = len(op.ins[0].shape) - len(op.args[1])
     return factor_rows(op, _leading(op, leading, weights=op.ins[1:]))
 
 
-@rule("aten.native_layer_norm_backward.default", "aten._fused_rms_norm_backward.default")
+@rule("aten.native_layer_norm_backward.default")
 def row_norm_backward(op: Op) -> Rows:
     """``(gy, x, shape, mean, rstd, weight?, bias?) -> gx, gw, gb``: leading dims, ``gw`` and ``gb`` partial; linear in ``gy``."""
     leading = len(op.ins[1].shape) - len(op.args[2])
-    statistics = 1 if op.target.startswith("aten._fused") else 2
-    return factor_rows(op, _leading(op, leading, weights=op.ins[2 + statistics :]), linear=[(0,)])
+    return factor_rows(op, _leading(op, leading, weights=op.ins[4:]), linear=[(0,)])
 
 
 def _leading(op: Op, leading: int, *, weights: tuple[Value, ...]) -> Factors:
