@@ -8,6 +8,8 @@ from dataclasses import fields
 import torch
 
 from meshwright.passes.base import dump, run_passes
+from meshwright.passes.bucket import BucketCollectives
+from meshwright.passes.overlap import OverlapCollectives
 from meshwright.passes.program import LocalProgram
 from meshwright.passes.rewrite import RewriteForRank
 from meshwright.passes.split import split
@@ -25,6 +27,7 @@ def lower(
     group_names: Sequence[str],
     *,
     device: torch.device | None = None,
+    bucket_bytes: int = 25 << 20,
     times_s: dict[str, float] | None = None,
 ) -> LocalProgram:
     """Lower ``capture`` as ``plan`` says, for the rank at ``coordinate``. Needs no process group.
@@ -35,6 +38,7 @@ def lower(
         coordinate: this rank's coordinate on the plan's mesh, one index per axis.
         group_names: name of this rank's process group along each axis.
         device: where the program will run; None: as captured.
+        bucket_bytes: largest buffer that small collectives may share; 0: each travels alone.
         times_s: filled with the seconds that each pass took.
 
     Returns:
@@ -52,6 +56,8 @@ def lower(
     label = f"rank-{'-'.join(map(str, coordinate))}"
     passes = (
         RewriteForRank(capture, plan, tuple(coordinate), tuple(group_names), device),
+        OverlapCollectives(),
+        BucketCollectives(bucket_bytes),
         VerifyProgram(plan, capture.graph),
     )
     joint = run_passes(passes, capture.gm, label, times_s)

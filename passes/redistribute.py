@@ -111,6 +111,11 @@ class Step:
         """Elements of the largest local input."""
         return math.prod(self.buffer_shape)
 
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of the largest local result: equal on all ranks."""
+        return math.prod(max_local_shape(self.shape, self.dst, self.sizes)) * self.dtype.itemsize
+
     def cut(self, placements: Placements) -> Cut:
         """How the axis cuts, in ``placements`` (``src`` or ``dst``)."""
         axis, p = self.axis, placements[self.axis]

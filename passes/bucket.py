@@ -1,0 +1,147 @@
+"""Put small collectives that travel together into one buffer.
+
+```
+r0 = all_reduce(g0); r1 = all_reduce(g1)         b = cat([flatten(g0), flatten(g1)]); r = all_reduce(b)
+...                                         ->   ...
+q0 = wait(r0); q1 = wait(r1)                     q = wait(r); q0, q1 = split(q)
+```
+
+Two collectives of the same kind, group, reduction and element type share a buffer if neither result is read before the
+later one is issued. Runs after ``overlap``, which put the waits as late as possible. The buffer is issued where its last
+member stood, so gathers join only within ``window`` big ops: the first of them must not come too late.
+
+The plan counts the members (*logical* collectives); ``step_values`` of the new node names them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshwright.passes.overlap import BIG, is_wait
+from meshwright.passes.redistribute import Step
+from meshwright.passes.rewrite import Emitter
+from meshwright.passes.split import is_collective
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+SHARED = ("all_reduce", "all_gather", "reduce_scatter")
+"""Kinds that can share a buffer."""
+
+
+@dataclass(frozen=True)
+class BucketCollectives:
+    """The pass.
+
+    Attributes:
+        bucket_bytes: largest buffer, in bytes of the larger of input and result; 0: no buckets.
+        window: big ops within which gathers may join.
+    """
+
+    bucket_bytes: int = 25 << 20
+    window: int = 1
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        if self.bucket_bytes <= 0:
+            return gm
+        for bucket in list(self.buckets(gm.graph)):
+            if len(bucket.members) > 1:
+                _merge(gm.graph, bucket)
+        return gm
+
+    def buckets(self, graph: fx.Graph) -> Iterator[_Bucket]:
+        """Groups of collectives in execution order; a group ends where a member's result is read."""
+        open_: dict[tuple[Any, ...], _Bucket] = {}
+        big = 0
+        for node in graph.nodes:
+            big += str(node.target) in BIG
+            if is_wait(node):
+                for key in [k for k, b in open_.items() if node.all_input_nodes[0] in b.members]:
+                    yield open_.pop(key)
+            elif is_collective(node) and node.meta["step"].kind in SHARED:
+                key, size = _key(node), _bytes(node.meta["step"])
+                bucket = open_.get(key)
+                if bucket is not None and (bucket.bytes + size > self.bucket_bytes or self.is_late(bucket, node, big)):
+                    yield open_.pop(key)
+                open_.setdefault(key, _Bucket(big)).add(node, size)
+        yield from open_.values()
+
+    def is_late(self, bucket: _Bucket, node: fx.Node, big: int) -> bool:
+        """Whether waiting for ``node`` would issue the bucket's gathers too late."""
+        return node.meta["step"].kind == "all_gather" and big - bucket.opened > self.window
+
+
+@dataclass
+class _Bucket:
+    """Collectives that will share a buffer.
+
+    Attributes:
+        opened: number of big ops before the first member.
+        members: in execution order.
+        bytes: of all members.
+    """
+
+    opened: int
+    members: list[fx.Node] = field(default_factory=list)
+    bytes: int = 0
+
+    def add(self, node: fx.Node, size: int) -> None:
+        self.members.append(node)
+        self.bytes += size
+
+
+def _key(node: fx.Node) -> tuple[Any, ...]:
+    """What members of one bucket have in common."""
+    step: Step = node.meta["step"]
+    return node.meta["phase"], step.kind, step.axis, node.meta["val"].dtype, step.reduce_op
+
+
+def _bytes(step: Step) -> int:
+    return max(step.result_bytes, step.buffer_numel * step.dtype.itemsize)
+
+
+def _merge(graph: fx.Graph, bucket: _Bucket) -> None:
+    """Replace the members and their waits by one collective and the pieces of its result."""
+    first, last = bucket.members[0], bucket.members[-1]
+    step: Step = first.meta["step"]
+    rows = 1 if step.kind == "all_reduce" else step.parts
+    waits = {m: next(iter(m.users)) for m in bucket.members}
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    emit = Emitter(graph)
+    emit.hint = f"bucket_{first.name}"
+    shared = {"phase": first.meta["phase"], "step": step, "steps": tuple(m.meta["step"] for m in bucket.members)}
+    emit.meta = {**shared, "step_values": tuple(m.meta["step_value"] for m in bucket.members)}
+    with first.meta["val"].fake_mode, torch.no_grad():
+        with graph.inserting_before(last):
+            issued = _issue(emit, bucket.members, step, rows)
+        with graph.inserting_before(min(waits.values(), key=order.__getitem__)):
+            received, widths = _receive(emit, issued, bucket.members, step, rows)
+            parts = emit(aten.split_with_sizes.default, received, widths, 1)
+        for i, (member, wait) in enumerate(waits.items()):
+            with graph.inserting_before(wait):
+                part = emit(operator.getitem, parts, i)
+                whole = emit(aten.reshape.default, part, list(wait.meta["val"].shape))
+            whole.meta.update({**wait.meta, "val": whole.meta["val"], "step": step})
+            wait.replace_all_uses_with(whole)
+            graph.erase_node(wait)
+            graph.erase_node(member)
+
+
+def _issue(emit: Emitter, members: list[fx.Node], step: Step, rows: int) -> fx.Node:
+    """One collective of ``[rows, total]`` (all_gather: ``[1, total]``) in place of the members'."""
+    lead = rows if step.kind == "reduce_scatter" else 1
+    flat = [emit(aten.reshape.default, m.args[0], [lead, m.args[0].meta["val"].numel() // lead]) for m in members]
+    buffer = emit(aten.cat.default, flat, 1)
+    return emit(members[0].target, buffer, *members[0].args[1:])
+
+
+def _receive(emit: Emitter, issued: fx.Node, members: list[fx.Node], step: Step, rows: int) -> tuple[fx.Node, list[int]]:
+    """The result as ``[rows, total]`` (reduced: ``[1, total]``), and each member's share of the columns."""
+    lead = rows if step.kind == "all_gather" else 1
+    return emit(c10d.wait_tensor.default, issued), [m.meta["val"].numel() // lead for m in members]

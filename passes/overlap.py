@@ -1,0 +1,140 @@
+"""Issue collectives early and wait for them late.
+
+```
+h = mm(x, w0)                                    h = mm(x, w0)
+g = all_gather(w1); w = wait(g); y = mm(h, w)    g = all_gather(w1)        one big op ahead of its use
+                                            ->   ...
+p = mm(a, b); r = all_reduce(p); q = wait(r)     w = wait(g); y = mm(h, w)
+...                                              p = mm(a, b); r = all_reduce(p); ...
+return q                                         q = wait(r); return q
+```
+
+A wait, and the layout ops that follow it, stand just before their first reader: the waits for gradients at the end of the
+backward. A collective stands as soon as its operand exists, but at most ``ahead`` big ops before its result is read, so
+that gathered copies do not pile up. A second reduction of the same value is issued a little later than its operand could be
+had, so that waiting for the first does not block.
+
+Nodes are only moved, within their phase, by positions and sizes that are equal on all ranks: so is the order of collectives.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import fx
+
+from meshwright.passes.split import is_collective
+
+BIG = frozenset(
+    f"aten.{name}.default"
+    for name in (
+        "mm",
+        "bmm",
+        "convolution",
+        "convolution_backward",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_backward",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_efficient_attention_backward",
+    )
+)
+"""Ops long enough to hide a collective behind."""
+
+
+@dataclass(frozen=True)
+class OverlapCollectives:
+    """The pass.
+
+    Attributes:
+        ahead: how many big ops before its first reader a collective may be issued.
+        ahead_bytes: largest sum of results that may be in flight early, per issue point; what exceeds it is not hoisted.
+    """
+
+    ahead: int = 2
+    ahead_bytes: int = 512 << 20
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        output = next(reversed(gm.graph.nodes))
+        for phase in ("forward", "backward"):
+            body = [n for n in gm.graph.nodes if n.op == "call_function" and n.meta["phase"] == phase]
+            for node in _Order(body, self).sorted():
+                output.prepend(node)
+        return gm
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for a collective."""
+    return str(node.target) == "_c10d_functional.wait_tensor.default"
+
+
+class _Order:
+    """Where each node of one phase goes: a key per node, by which a stable sort orders them.
+
+    A node that does not move has its index as key. Movable are: collectives and the layout ops that prepare them; waits and
+    the layout ops after them; cheap ops on inputs alone, along with the collective that reads them.
+    """
+
+    def __init__(self, body: list[fx.Node], options: OverlapCollectives):
+        self.body, self.options = body, options
+        self.index = {n: i for i, n in enumerate(body)}
+        self.big = [i for i, n in enumerate(body) if str(n.target) in BIG]
+        self.after: set[fx.Node] = set()
+        self.before: set[fx.Node] = set()
+        self.free: set[fx.Node] = set()
+        self.earliest: dict[fx.Node, int] = {}
+        self.in_flight: Counter[int] = Counter()
+        for node in body:
+            self.classify(node)
+
+    def classify(self, node: fx.Node) -> None:
+        operands = [a for a in node.all_input_nodes if a in self.index]
+        if "step" in node.meta and node.meta["step"].kind != "slice":
+            late = is_wait(node) or any(a in self.after and a.meta["step"] is node.meta["step"] for a in operands)
+            (self.after if late else self.before).add(node)
+        elif not is_collective(node) and str(node.target) not in BIG and all(a in self.free for a in operands):
+            self.free.add(node)
+        movable = node in self.after or node in self.before or node in self.free
+        self.earliest[node] = max((self.earliest[a] for a in operands), default=-1) if movable else self.index[node]
+
+    def sorted(self) -> list[fx.Node]:
+        end = len(self.body)
+        key: dict[fx.Node, int] = {}
+        for node in reversed(self.body):
+            read = min((key[u] for u in node.users if u in self.index), default=end)
+            key[node] = max(self.earliest[node], self.wanted(node, read))
+        return sorted(self.body, key=lambda n: (key[n], self.index[n]))
+
+    def wanted(self, node: fx.Node, read: int) -> int:
+        """Where ``node`` should go if its first reader is at ``read``."""
+        here = self.index[node]
+        if node in self.after:
+            return read
+        if node in self.before:
+            return self.issue(node, read) if is_collective(node) else min(read, len(self.body))
+        return min(here, read) if node in self.free else here
+
+    def issue(self, node: fx.Node, read: int) -> int:
+        """Where a collective is issued: at most ``ahead`` big ops before its result is read."""
+        latest = self.index[node]
+        if any(a in self.after for a in node.all_input_nodes) or any(
+            b in self.after for a in node.all_input_nodes if a in self.before for b in a.all_input_nodes
+        ):
+            latest = self.big_before(latest, -self.options.ahead)
+        early = self.big_before(read, self.options.ahead)
+        if early < latest:
+            size = node.meta["step"].result_bytes
+            if self.in_flight[early] + size > self.options.ahead_bytes:
+                return min(latest, read)
+            self.in_flight[early] += size
+        return min(latest, early, read)
+
+    def big_before(self, index: int, count: int) -> int:
+        """Index of the big op behind which one must stand to be ``count`` of them ahead of ``index`` (negative: later)."""
+        at = bisect_left(self.big, index) - count - 1
+        if at < 0:
+            return -1
+        return self.big[at] if at < len(self.big) else len(self.body)
