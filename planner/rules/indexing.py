@@ -91,8 +91,8 @@ def index_put(op: Op) -> Rows:
     x, picked, result, sizes = _indexed(op)
     values = op.ins[-1].shape
     accumulate = bool(op.arg(3, False))
-    shape = tuple(sizes[n[0]] if n else 1 for n in result)
-    given = tuple(n if values[d - len(result)] == shape[d] else () for d, n in enumerate(result))[len(result) - len(values) :]
+    facing = result[len(result) - len(values) :]
+    given = tuple(name if name and sizes[name[0]] == n else () for name, n in zip(facing, values, strict=True))
     updates = {n[0] for n in result if n and isinstance(n[0], tuple)}
     rows = factor_rows(op, Factors((x, *picked, given), (x,), sizes), whole=updates, linear=[(0, len(op.ins) - 1)])
     if accumulate and summable(op.ins[0]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,13 +24,16 @@ _cache: dict[tuple[Any, ...], tuple[Row, ...] | None] = {}
 _MAX_CACHED = 100_000
 
 
-def rule(*targets: str) -> Callable[[Rule], Rule]:
+_R = TypeVar("_R", bound=Rule)
+
+
+def rule(*targets: str) -> Callable[[_R], _R]:
     """Decorator: this function is the rule of these targets (``"aten.mm.default"``, or ``"aten.mm"``: all overloads).
 
     The function returns the op's rows over one axis, without the replicated one, or None where it has none.
     """
 
-    def add(function: Rule) -> Rule:
+    def add(function: _R) -> _R:
         _rules.update(dict.fromkeys(targets, function))
         return function
 
