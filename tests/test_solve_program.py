@@ -14,7 +14,7 @@ from meshwright.planner.solve.price import objective_s, price
 from meshwright.planner.solve.problem import Choice, Demand, Flow, Network, Peak, Problem, Restriction
 from meshwright.planner.solve.program import NetworkCache
 
-EXACT = Effort(gap=0.0, time_limit_s=60.0)
+EXACT = Effort(gap=1e-9, time_limit_s=60.0, rounds=30)
 
 
 def random_network(rng: random.Random) -> Network:

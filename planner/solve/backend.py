@@ -73,9 +73,6 @@ def _proto(program: LinearProgram, integer: bool) -> model_pb2.ModelProto:
     model.variables.lower_bounds.extend(program.lower)
     model.variables.upper_bounds.extend(program.upper)
     model.variables.integers.extend(program.integer if integer else np.zeros(program.num_columns, dtype=bool))
-    used = np.flatnonzero(program.cost)
-    model.objective.linear_coefficients.ids.extend(used)
-    model.objective.linear_coefficients.values.extend(program.cost[used])
     model.linear_constraints.ids.extend(range(program.num_rows))
     model.linear_constraints.lower_bounds.extend(program.row_lower)
     model.linear_constraints.upper_bounds.extend(program.row_upper)
@@ -114,39 +111,55 @@ def _dense(vector: object, size: int) -> np.ndarray:
     return out
 
 
-def solve(program: LinearProgram, *, integer: bool, gap: float | None = None, time_limit_s: float | None = None) -> Answer:
-    """Solve with HiGHS: the linear relaxation, or with the integer columns.
+class Solver:
+    """One program, to be solved with several costs."""
 
-    Args:
-        program: the arrays.
-        integer: whether integer columns must be integers.
-        gap: relative gap at which a mixed-integer solve may stop.
-        time_limit_s: limit; the answer then says ``"feasible"`` or ``"unknown"``.
+    def __init__(self, program: LinearProgram, *, integer: bool):
+        """Take the arrays; the relaxation is solved unless ``integer``."""
+        self._num_columns = program.num_columns
+        self._integer = integer
+        self._model = _proto(program, integer)
 
-    Raises:
-        RuntimeError: the solver failed (a bug: an unbounded or malformed program).
-    """
-    result = core.solve(
-        _proto(program, integer),
-        parameters_pb2.SOLVER_TYPE_HIGHS,
-        parameters_pb2.SolverInitializerProto(),
-        _parameters(integer, gap, time_limit_s),
-        model_parameters_pb2.ModelSolveParametersProto(),
-        None,
-        callback_pb2.CallbackRegistrationProto(),
-        None,
-        None,
-    )
-    status = _STATUS.get(result.termination.reason)
-    if status is None:
-        raise RuntimeError(f"the solver ended with reason {result.termination.reason}: {result.termination.detail}")
-    bound = result.termination.objective_bounds.dual_bound
-    if status in ("infeasible", "unknown") or not result.solutions:
-        return Answer(status if status == "infeasible" else "unknown", bound=bound)
-    best = result.solutions[0]
-    duals = None if integer else _dense(best.dual_solution.reduced_costs, program.num_columns)
-    x = _dense(best.primal_solution.variable_values, program.num_columns)
-    return Answer(status, x, best.primal_solution.objective_value, bound, duals)
+    def solve(self, cost: np.ndarray, *, gap: float | None = None, time_limit_s: float | None = None) -> Answer:
+        """Solve with HiGHS.
+
+        Args:
+            cost: the objective, shape [columns].
+            gap: relative gap at which a mixed-integer solve may stop.
+            time_limit_s: limit; the answer then says ``"feasible"`` or ``"unknown"``.
+
+        Raises:
+            RuntimeError: the solver failed (a bug: an unbounded or malformed program).
+        """
+        used = np.flatnonzero(cost)
+        self._model.objective.Clear()
+        self._model.objective.linear_coefficients.ids.extend(used)
+        self._model.objective.linear_coefficients.values.extend(cost[used])
+        return self._read(
+            core.solve(
+                self._model,
+                parameters_pb2.SOLVER_TYPE_HIGHS,
+                parameters_pb2.SolverInitializerProto(),
+                _parameters(self._integer, gap, time_limit_s),
+                model_parameters_pb2.ModelSolveParametersProto(),
+                None,
+                callback_pb2.CallbackRegistrationProto(),
+                None,
+                None,
+            )
+        )
+
+    def _read(self, result: result_pb2.SolveResultProto) -> Answer:
+        status = _STATUS.get(result.termination.reason)
+        if status is None:
+            raise RuntimeError(f"the solver ended with reason {result.termination.reason}: {result.termination.detail}")
+        bound = result.termination.objective_bounds.dual_bound
+        if status in ("infeasible", "unknown") or not result.solutions:
+            return Answer(status if status == "infeasible" else "unknown", bound=bound)
+        best = result.solutions[0]
+        duals = None if self._integer else _dense(best.dual_solution.reduced_costs, self._num_columns)
+        x = _dense(best.primal_solution.variable_values, self._num_columns)
+        return Answer(status, x, best.primal_solution.objective_value, bound, duals)
 
 
 def min_cut(tails: np.ndarray, heads: np.ndarray, capacities: np.ndarray, source: int, sink: int) -> set[int]:

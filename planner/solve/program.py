@@ -4,10 +4,11 @@ For every flow, demand ``h`` and node ``p``::
 
     sum_out F[h] - sum_in F[h]  =  sum_{c supplied at p} x[supply, c]  -  sum_{c wanting p} x[h, c]      (_conserve)
     F[h, e] <= Y[e]   for arcs that several demands can use; Y is paid once                              (_share)
-    V[segment] >= hidden - compute,  V >= 0;   T = compute + exposed + V                                 (_overlap)
     static + weights * peaks <= limit;   peak >= each of its terms                                       (_memory)
+    V[segment] >= hidden - compute,  V >= 0;   T = compute + exposed + V                                 (with_overlap)
 
-Only ``x`` is integer. Source: PLANNER_FACTS §0(c); there the form is measured against four others.
+Only ``x`` is integer. Source: PLANNER_FACTS §0(c); there the form is measured against four others. The overlap rows are kept
+apart: they are dense, and make the relaxation twenty times slower and fractional. :mod:`.optimise` prices them instead.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from meshwright.planner.solve.problem import SEGMENTS, Demand, Flow, Network, Pr
 
 # The objective is scaled so that a typical problem's is about this, well above the solver's tolerances (1e-7).
 _OBJECTIVE = 1e4
+_INTEGRAL = 1e-6
 
 
 @dataclass(frozen=True)
@@ -31,22 +33,60 @@ class Program:
     """Arrays for the solver and how to read its answer.
 
     Attributes:
-        arrays: the program; its objective is ``scale`` times seconds.
+        arrays: the program without overlap; its cost is what is paid whatever hides (exposed seconds, ties), scaled.
         columns: choice to column by candidate, -1 where the candidate is not allowed.
         scale: objective units per second.
+        compute: scaled compute of each segment by column, shape [segments, columns].
+        hidden: scaled communication that can be issued ahead, shape [segments, columns].
     """
 
     arrays: LinearProgram
     columns: tuple[np.ndarray, ...]
     scale: float
+    compute: np.ndarray
+    hidden: np.ndarray
 
     def candidates_of(self, x: np.ndarray) -> tuple[int, ...]:
         """The chosen candidate of every choice: the largest of its columns."""
         return tuple(int(np.argmax(np.where(c >= 0, x[c], -1.0))) for c in self.columns)
 
-    def binary_columns(self) -> np.ndarray:
-        """All columns of candidates."""
-        return np.flatnonzero(self.arrays.integer)
+    def is_integral(self, x: np.ndarray) -> bool:
+        """Whether all candidates' columns are integers."""
+        values = x[self.arrays.integer]
+        return bool(np.all(np.abs(values - np.round(values)) < _INTEGRAL))
+
+    def cost_at(self, weights: np.ndarray) -> np.ndarray:
+        """Cost in which ``weights`` (by segment) of hidden and the rest of compute count: a lower bound of the time."""
+        return self.arrays.cost + (1 - weights) @ self.compute + weights @ self.hidden
+
+    def parts(self, x: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+        """What is paid anyway, compute by segment and hidden by segment."""
+        return float(self.arrays.cost @ x), self.compute @ x, self.hidden @ x
+
+    def with_overlap(self) -> LinearProgram:
+        """The program whose cost is the time: one column and one row more per segment with hidden communication."""
+        arrays = self.arrays
+        used = [s for s in range(len(SEGMENTS)) if self.hidden[s].any()]
+        n, m = arrays.num_columns, arrays.num_rows
+        rows, columns, entries = [arrays.entry_rows], [arrays.entry_columns], [arrays.entries]
+        for k, s in enumerate(used):
+            row = self.compute[s] - self.hidden[s]
+            at = np.flatnonzero(row)
+            rows.append(np.full(len(at) + 1, m + k))
+            columns.append(np.append(at, n + k))
+            entries.append(np.append(row[at], 1.0))
+        more = np.zeros(len(used))
+        return LinearProgram(
+            np.append(arrays.cost + self.compute.sum(axis=0), more + 1.0),
+            np.append(arrays.lower, more),
+            np.append(arrays.upper, more + np.inf),
+            np.append(arrays.integer, more.astype(bool)),
+            np.append(arrays.row_lower, more),
+            np.append(arrays.row_upper, more + np.inf),
+            np.concatenate(rows),
+            np.concatenate(columns),
+            np.concatenate(entries),
+        )
 
 
 class _Rows:
@@ -131,7 +171,9 @@ class NetworkCache:
         return found
 
 
-def assemble(problem: Problem, restriction: Restriction, cache: NetworkCache, *, objective: str = "time") -> Program:
+def assemble(
+    problem: Problem, restriction: Restriction, cache: NetworkCache, *, objective: str = "time", limited: bool = True
+) -> Program:
     """Fill the arrays.
 
     Args:
@@ -139,14 +181,17 @@ def assemble(problem: Problem, restriction: Restriction, cache: NetworkCache, *,
         restriction: what is taken away from it.
         cache: reduced networks of this problem.
         objective: ``"time"``, or ``"memory"`` to find the smallest memory (the limit is then ignored).
+        limited: whether the memory limit holds.
     """
     build = _Assembly(problem, restriction, cache, objective)
     build.choices()
     for index, flow in enumerate(problem.flows):
         build.flow(index, flow)
-    build.overlap()
-    build.memory()
-    return Program(build.rows.program(), tuple(build.columns), build.scale)
+    if limited or objective == "memory":
+        build.memory()
+    arrays = build.rows.program()
+    compute, hidden = (build.dense(vectors, arrays.num_columns) for vectors in (build.compute, build.hidden))
+    return Program(arrays, tuple(build.columns), build.scale, compute, hidden)
 
 
 class _Assembly:
@@ -167,7 +212,7 @@ class _Assembly:
             allowed = self.restriction.allowed.get(g, np.ones(choice.num_candidates, dtype=bool))
             chosen = np.flatnonzero(allowed)
             seconds = choice.count * choice.compute_s * self.scale
-            cost = self._choice_costs(g, seconds)
+            cost = self._ties(g)
             columns = np.full(choice.num_candidates, -1, dtype=np.int64)
             for c in chosen:
                 columns[c] = self.rows.column(cost[c], 1.0, integer=True, fixed=len(chosen) == 1)
@@ -176,13 +221,13 @@ class _Assembly:
             if len(chosen) != 1:
                 self.rows.row(1.0, 1.0, [(int(columns[c]), 1.0) for c in chosen])
 
-    def _choice_costs(self, g: int, seconds: np.ndarray) -> np.ndarray:
-        if not self.timed:
-            return np.zeros_like(seconds)
+    def _ties(self, g: int) -> np.ndarray:
+        """Cost by candidate beside compute: the tie-break on memory, and preferences."""
         choice = self.problem.choices[g]
+        if not self.timed:
+            return np.zeros(choice.num_candidates)
         static = sum(choice.memory_bytes.values(), np.zeros(choice.num_candidates))
-        tie = static * self.problem.tie_memory_s_per_byte
-        return seconds + self.scale * (tie + self.restriction.penalty_s.get(g, 0.0))
+        return self.scale * (static * self.problem.tie_memory_s_per_byte + self.restriction.penalty_s.get(g, 0.0))
 
     def flow(self, index: int, flow: Flow) -> None:
         allowed = flow.allowed & self.restriction.arcs[index] if index in self.restriction.arcs else flow.allowed
@@ -255,14 +300,13 @@ class _Assembly:
         for node, entries in balance.items():
             self.rows.row(-np.inf if node in accepted else 0.0, 0.0, entries)
 
-    def overlap(self) -> None:
-        """Hidden communication longer than the compute it hides behind adds the difference."""
-        for segment in range(len(SEGMENTS)):
-            if not self.hidden[segment] or not self.timed:
-                continue
-            excess = self.rows.column(1.0)
-            hidden = [(c, -s) for c, s in self.hidden[segment]]
-            self.rows.row(0.0, np.inf, [(excess, 1.0), *hidden, *self.compute[segment]])
+    def dense(self, vectors: Sequence[Sequence[tuple[int, float]]], num_columns: int) -> np.ndarray:
+        """(column, seconds) pairs by segment as an array, shape [segments, columns]; zero when memory is minimised."""
+        out = np.zeros((len(SEGMENTS), num_columns))
+        for segment, pairs in enumerate(vectors if self.timed else ()):
+            for column, seconds in pairs:
+                out[segment, column] = seconds
+        return out
 
     def memory(self) -> None:
         """One row: static memory and peaks within the limit; left out where no choice could exceed it."""
