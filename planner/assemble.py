@@ -54,7 +54,13 @@ class Assembly:
     """
 
     def __init__(
-        self, exported: fx.GraphModule, traced: fx.GraphModule, parameters: StateNames, buffers: StateNames, call: Call, mode: Any
+        self,
+        exported: torch.nn.Module,
+        traced: fx.GraphModule,
+        parameters: StateNames,
+        buffers: StateNames,
+        call: Call,
+        mode: Any,
     ):
         self.constants: dict[str, torch.Tensor] = {}
         self._exported = exported
@@ -75,6 +81,7 @@ class Assembly:
         Raises:
             TraceError: an input or parameter that is changed in place, or an op that cannot be planned.
         """
+        self._check_mutations()
         self._place_state()
         self._place_batch()
         self._place_constants()
@@ -125,12 +132,16 @@ class Assembly:
             desc = old.meta["desc"]
             if isinstance(desc, ParamAOTInput | BufferAOTInput) and old not in self._builder.made:
                 found.append((old, _attribute(self._exported, desc.target)))
-        for number, (old, value) in enumerate(found):
-            name = f"constant_{number}"
-            self.constants[name] = value.detach()
-            entry = self._place("constant", name, fake_like(value, self._mode))
-            self._builder.made[old] = entry[0]
-            self._inputs.append(entry)
+        placed: dict[int, fx.Node] = {}
+        for old, value in found:
+            if id(value) not in placed and old.users:
+                name = f"constant_{len(placed)}"
+                self.constants[name] = value.detach()
+                node, entry = self._place("constant", name, fake_like(value, self._mode))
+                placed[id(value)] = node
+                self._inputs.append((node, entry))
+            if old.users:
+                self._builder.made[old] = placed[id(value)]
 
     def _place_tangents(self) -> list[tuple[fx.Node, GraphInput]]:
         entries = []
@@ -154,18 +165,26 @@ class Assembly:
         made = self._builder.made
         return [(desc, made[n] if isinstance(n, fx.Node) else None) for desc, n in pairs if isinstance(desc, kind)]
 
-    def _mutations(self) -> list[Result]:
-        found: list[Result] = []
-        for desc, node in self._results(InputMutationAOTOutput):
+    def _check_mutations(self) -> None:
+        for desc in self._returned.meta["desc"]:
+            if not isinstance(desc, InputMutationAOTOutput):
+                continue
             changed = desc.mutated_input
             if isinstance(changed, PlainAOTInput):
                 name = self._call.names[self._call.tensor_at[changed.idx]]
                 raise TraceError(f"forward changes its input {name!r} in place: work on a copy ({name}.clone()) instead")
             if not isinstance(changed, BufferAOTInput) or _fqn(changed.target) not in self._first:
                 name = _fqn(getattr(changed, "target", str(changed)))
-                raise TraceError(f"forward changes {name!r} in place: only buffers may be changed (register_buffer)")
+                raise TraceError(
+                    f"forward changes {name!r} in place: only buffers may change in forward (register_buffer); parameters change "
+                    "in the optimizer's step"
+                )
+
+    def _mutations(self) -> list[Result]:
+        found: list[Result] = []
+        for desc, node in self._results(InputMutationAOTOutput):
             assert node is not None
-            found.append((node, GraphOutput(fx_value(node), "mutation", self._first[_fqn(changed.target)])))
+            found.append((node, GraphOutput(fx_value(node), "mutation", self._first[_fqn(desc.mutated_input.target)])))
         return found
 
     def _outputs(self) -> list[Result]:

@@ -72,7 +72,8 @@ def _check_initialised(model: nn.Module) -> None:
 def faked(model: nn.Module, mode: FakeTensorMode, trainable: bool) -> Iterator[None]:
     """While entered, every parameter and buffer of ``model`` is fake; the very objects come back afterwards.
 
-    Ties stay ties: one tensor, one fake. With ``trainable`` False no fake requires a gradient.
+    Attributes that forward assigns (a counter, a cached tensor) come back to what they were, too. Ties stay ties: one
+    tensor, one fake. With ``trainable`` False no fake requires a gradient.
 
     Raises:
         TraceError: a parameter is not initialised.
@@ -89,14 +90,14 @@ def faked(model: nn.Module, mode: FakeTensorMode, trainable: bool) -> Iterator[N
             fakes[id(tensor)] = nn.Parameter(fake, trainable and tensor.requires_grad) if is_parameter else fake
         return fakes[id(tensor)]
 
-    saved = [(m, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
+    saved = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in model.modules()]
     try:
-        for module, parameters, buffers in saved:
+        for module, _, parameters, buffers in saved:
             module._parameters.update({k: swap(p) for k, p in parameters.items()})  # type: ignore[misc]
             module._buffers.update({k: swap(b) for k, b in buffers.items()})
         yield
     finally:
-        for module, parameters, buffers in saved:
-            for store, before in ((module._parameters, parameters), (module._buffers, buffers)):
+        for module, attributes, parameters, buffers in saved:
+            for store, before in ((module.__dict__, attributes), (module._parameters, parameters), (module._buffers, buffers)):
                 store.clear()
-                store.update(before)  # type: ignore[arg-type]
+                store.update(before)

@@ -11,8 +11,6 @@ Source: PyTorch's ``aot_export_joint_with_descriptors``, whose descriptors name 
 from __future__ import annotations
 
 import contextlib
-import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,10 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.planner import decompose
 from meshwright.planner.assemble import Assembly
+from meshwright.planner.explain import explained
 from meshwright.planner.faking import buffer_names, fake_like, faked, parameter_names
 from meshwright.planner.ir.errors import InputError, TraceError
 from meshwright.planner.ir.graph import Capture
-from meshwright.planner.provenance import source_of_error
 from meshwright.planner.structure import Call, flatten
 
 PRECISIONS = (None, "bf16-mixed")
@@ -46,7 +44,7 @@ class _Program(nn.Module):
         if self._low is not None:
             tensors = tuple(t.to(self._low) if t.is_floating_point() else t for t in tensors)
         args, kwargs = self._call.arguments(tensors)
-        with _cast_parameters(self.model, self._low):
+        with _cast_parameters(self.model, self._low), _written_back(self.model):
             output = self.model(*args, **kwargs)
         return self._results(output)
 
@@ -98,83 +96,82 @@ def _cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> Iterator[No
             module._parameters.update(parameters)
 
 
-# --- errors -------------------------------------------------------------------------------------------------------
-
-_REMEDIES = (
-    (
-        r"GuardOnDataDependent|DataDependentOutput|DynamicOutputShape|data-dependent|_local_scalar_dense|item\(\)",
-        "its result depends on the values in a tensor (a branch on a tensor, .item(), nonzero, a boolean mask as index), but one "
-        "graph must serve every batch: use torch.where or a mask instead of the branch, and fixed sizes instead of counted ones; "
-        "compute what is data-dependent outside the model and pass it in",
-    ),
-    (
-        r"mutat|in-?place|assigned during export",
-        "it changes a tensor that is neither local nor a registered buffer: register the state with register_buffer, or return the new value",
-    ),
-    (
-        r"fake mode|Unhandled FakeTensor Device|same device|meta device|[Cc]annot access data pointer",
-        "it mixes in a tensor that is no parameter, buffer or input: register it with register_buffer, or make it in forward "
-        "on the device of an input",
-    ),
-    (
-        r"double backward|trying to backward|autograd\.grad",
-        "it differentiates inside forward, which one joint graph cannot hold: take that gradient outside of the model",
-    ),
-)
-
-
-def _explained(error: Exception, model: nn.Module) -> TraceError:
-    """What to tell the user about an error inside capture."""
-    name = type(model).__name__
-    where = source_of_error(error.__traceback__)
-    first_line = (str(error).strip().splitlines() or [""])[0][:300]
-    text = f"{type(error).__name__}: {error}"
-    remedy = next(
-        (r for pattern, r in _REMEDIES if re.search(pattern, text)), "check that the model runs on this batch without Meshwright"
-    )
-    at = f" at {where}" if where else ""
-    return TraceError(f"{name} cannot be captured as one graph{at}: {remedy}. torch said {type(error).__name__}: {first_line}")
-
-
 @contextlib.contextmanager
-def _quiet_fake_kernels() -> Iterator[None]:
-    """A failing fake kernel is reported by our own error, not also by torch's log."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+def _written_back(model: nn.Module) -> Iterator[None]:
+    """A buffer that forward *assigns* (``self.mean = new``) is changed in place instead, so that capture sees it."""
+    before = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    yield
+    for module, name, buffer in before:
+        new = module._buffers.get(name)
+        if new is not buffer and isinstance(new, torch.Tensor):
+            with torch.no_grad():
+                buffer.copy_(new)
+            module._buffers[name] = buffer
 
 
 # --- the joint trace ----------------------------------------------------------------------------------------------
 
 
-def _joint_graph(program: _Program, call: Call, mode: FakeTensorMode, training: bool) -> tuple[fx.GraphModule, fx.GraphModule]:
+@contextlib.contextmanager
+def _custom_functions() -> Iterator[set[type]]:
+    """Collects the ``torch.autograd.Function`` classes that are applied while it is entered."""
+    used: set[type] = set()
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        used.add(cls)
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+    try:
+        yield used
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def _exported(program: _Program, inputs: tuple[torch.Tensor, ...]) -> nn.Module:
+    """The program as a graph of forward ops that know their source line and module.
+
+    Export forgets the backward of a custom ``autograd.Function``: a program that applies one is returned as it is (its
+    ops then know neither line nor module).
+    """
+    with _custom_functions() as used:
+        module = torch.export.export(program, inputs, strict=False).module(check_guards=False)
+    return program if used else module
+
+
+@contextlib.contextmanager
+def _no_fused_modules() -> Iterator[None]:
+    """Recurrent layers (oneDNN, on CPUs only) and encoder layers (inference) are traced as what they compute."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _joint_graph(program: _Program, call: Call, mode: FakeTensorMode, training: bool) -> tuple[nn.Module, fx.GraphModule]:
     inputs = tuple(
         fake_like(call.leaves[i], mode, requires_grad=training and call.leaves[i].requires_grad) for i in call.tensor_at
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
         stack.enter_context(torch.set_grad_enabled(training))
-        exported = torch.export.export(program, inputs, strict=False).module(check_guards=False)
+        stack.enter_context(_no_fused_modules())
+        exported = _exported(program, inputs)
         joint = aot_export_joint_with_descriptors(stack, exported, inputs, decompositions=decompose.table())
         return exported, joint.graph_module
 
 
 def _trace(
     model: nn.Module, call: Call, mode: FakeTensorMode, training: bool, precision: str | None
-) -> tuple[fx.GraphModule, fx.GraphModule]:
+) -> tuple[nn.Module, fx.GraphModule]:
     program = _Program(model, call, training, precision)
     program.training = model.training
-    with _quiet_fake_kernels(), faked(model, mode, training):
-        try:
-            return _joint_graph(program, call, mode, training)
-        except TraceError:
-            raise
-        except Exception as error:
-            raise _explained(error, model) from error
+    with faked(model, mode, training), explained(model):
+        return _joint_graph(program, call, mode, training)
 
 
 # --- the entry ----------------------------------------------------------------------------------------------------
