@@ -45,6 +45,8 @@ def make_model() -> nn.Module:
 
     torch.manual_seed(0)
     config = GPT2Config(n_layer=6, n_embd=128, n_head=4, n_positions=SEQ, vocab_size=256, use_cache=False)
+    config.bos_token_id = config.eos_token_id = 0
+    config.loss_type = "ForCausalLMLoss"
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0  # one process and four would draw other numbers
     return GPT2LMHeadModel(config).train()
 
@@ -57,6 +59,7 @@ def train(model: nn.Module, step_done: Callable[[], object]) -> list[float]:
         loss = model(input_ids=ids, labels=ids).loss
         optimizer.zero_grad()
         loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
         step_done()
@@ -102,7 +105,8 @@ def rank_main(result: str) -> None:
     ids = next(batches())
     model = mw.autoparallelize(make_model(), mesh, {"input_ids": ids, "labels": ids})
     console = Console(highlight=False, quiet=dist.get_rank() != 0)
-    console.print(model.plan.report() if dist.get_rank() == 0 else "", markup=False)
+    if dist.get_rank() == 0:
+        print(model.plan.report(), flush=True)
     losses = _with_bar(f"{mesh.size()} ranks", console, lambda tick: train(model, tick))
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(losses))

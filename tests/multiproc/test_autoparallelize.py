@@ -162,7 +162,7 @@ def test_every_mistake_is_a_typed_error_on_every_rank():
         "lazy local": 'batch="local" needs example_inputs with the global shapes',
         "other mesh": "the plan is for a mesh of 4 and this mesh is 2",
         "other model": "the plan is for another program: Linear",
-        "memory": "memory",
+        "memory": "no plan on mesh 2 fits 1000 bytes per device",
     }
     for mistake, text in expected.items():
         assert text in first[mistake], mistake
