@@ -9,13 +9,14 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from meshwright.debug import Progress
 from meshwright.inputs import call_of, model_of
 from meshwright.lazy import LazyParallelModule, Maker
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.hardware import Hardware
 from meshwright.planner.ir.mesh import Cluster, MeshShape
 from meshwright.planner.ir.plan import Plan
-from meshwright.planning import Progress, Request, capture_call, model_name, one_of, plan_capture
+from meshwright.planning import Request, capture_call, model_name, one_of, plan_capture
 from meshwright.runtime.module import ParallelModule
 from meshwright.target import target_of
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright import debug
 from meshwright.inputs import Call
 from meshwright.planner import remat, search, trace
 from meshwright.planner.ir import errors
@@ -19,8 +20,6 @@ from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.plan import Plan
 from meshwright.report.units import parse_bytes
 from meshwright.target import Target
-
-Progress = Callable[[str], None]
 
 PRECISIONS = (None, "bf16-mixed")
 ON_MISSING_RULE = ("replicate", "error")
@@ -53,7 +52,7 @@ class Request:
         one_of("precision", self.precision, PRECISIONS)
         one_of("on_missing_rule", self.on_missing_rule, ON_MISSING_RULE)
 
-    def options(self, model: str, progress: Progress | None) -> search.Options:
+    def options(self, model: str, progress: debug.Progress | None) -> search.Options:
         return search.Options(
             strategy=self.strategy,
             memory_limit_bytes=None if self.memory_limit is None else parse_bytes(self.memory_limit),
@@ -73,10 +72,10 @@ def one_of(what: str, found: Any, known: tuple[Any, ...]) -> None:
 
 
 def capture_call(
-    model: torch.nn.Module, call: Call, request: Request, training: bool | None = None, progress: Progress | None = None
+    model: torch.nn.Module, call: Call, request: Request, training: bool | None = None, progress: debug.Progress | None = None
 ) -> tuple[Capture, dict[str, float]]:
     """Capture one call and choose what the backward computes again; the capture, and the seconds each part took."""
-    tell = progress or (lambda phase: None)
+    tell = debug.watched(progress)
     started = time.perf_counter()
     tell("capture")
     captured = trace.capture(model, *call, precision=request.precision, training=training)
@@ -92,11 +91,13 @@ def plan_capture(
     request: Request,
     model: str,
     times: Mapping[str, float],
-    progress: Progress | None = None,
+    progress: debug.Progress | None = None,
 ) -> Plan:
     """Search a plan for a captured call."""
-    found = search.make_plan(capture, target.mesh, target.hardware, request.options(model, progress))
-    return replace(found, solver={**times, **found.solver}).described(capture.graph)
+    found = search.make_plan(capture, target.mesh, target.hardware, request.options(model, debug.watched(progress)))
+    plan = replace(found, solver={**times, **found.solver}).described(capture.graph)
+    debug.show_plan(plan)
+    return plan
 
 
 def plan_on_ranks(
