@@ -44,7 +44,8 @@ def check_mesh(mesh: DeviceMesh) -> None:
     """Refuse a mesh that this process cannot run on.
 
     Raises:
-        InputError: no process group, more devices than ranks, or this rank is not in the mesh.
+        InputError: no process group, more devices than ranks, this rank is not in the mesh, or ranks are not ascending
+            along an axis (torch sorts the ranks of a group).
     """
     if not isinstance(mesh, DeviceMesh):
         raise InputError(
@@ -54,6 +55,13 @@ def check_mesh(mesh: DeviceMesh) -> None:
     _check_size(mesh.size(), "x".join(map(str, mesh.shape)))
     if mesh.get_coordinate() is None:
         raise InputError(f"rank {dist.get_rank()} is not in mesh {mesh.mesh.tolist()}: call this on the ranks of the mesh only")
+    for axis in range(mesh.ndim):
+        along = mesh.mesh.transpose(axis, -1)
+        if bool((along[..., 1:] <= along[..., :-1]).any()):
+            raise InputError(
+                f"mesh {mesh.mesh.tolist()} does not list its ranks in ascending order along axis {axis}: process groups order "
+                "their ranks by number, so pieces would be put together in another order than the mesh says"
+            )
 
 
 def _check_size(devices: int, text: str) -> None:

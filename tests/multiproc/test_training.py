@@ -26,7 +26,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _accumulate(model: torch.nn.Module) -> list[torch.Tensor]:
     case, norms = ALL["transformer"], []
-    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    opt = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     for step in range(2):
         opt.zero_grad()
         for micro in range(2):
@@ -47,7 +47,7 @@ def test_gradients_accumulate_and_clip_as_in_one_process():
         for a, b in zip(norms, wanted, strict=True):
             close(a, b)
         for name, p in model.named_parameters():
-            close(whole(pm.get_parameter(name)), p.detach(), 1e-3)
+            close(whole(pm.get_parameter(name)), p.detach())
 
     run_ranks(4, on_rank)
 
