@@ -16,6 +16,7 @@ mentions and lists the legal ones::
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -232,42 +233,47 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> str:
 # --- rows that no rule has ----------------------------------------------------------------------------------------
 
 
-def missing_rows(op: Op, inputs: Sequence[torch.Tensor], n: int = 2, *, max_trials: int = 4096) -> tuple[Row, ...]:
+def missing_rows(op: Op, *draws: Sequence[torch.Tensor], n: int = 2, max_trials: int = 4096) -> tuple[Row, ...]:
     """Legal rows that the op's rule lacks, found by trying every combination of placements.
 
-    A row that only wastes (all ranks replicated, but a shard or nothing new of the result is read) is not listed: of rows
-    with equal inputs only those with a result placement that no known row of these inputs has count.
+    Where a result comes out replicated, ``P(max)`` of it is true but says nothing, and is left out; so is a replicated
+    run whose result is then called a maximum.
 
     Args:
         op: the op; shapes should be small, different and divisible by ``n``.
-        inputs: whole tensors, in the order of ``op.ins``.
+        draws: whole inputs, in the order of ``op.ins``; several sets leave less to chance.
         n: ranks.
         max_trials: combinations of input placements to try at most.
 
     Returns:
-        Rows that pass :func:`prove` and are not in ``rows_for(op)``, in the order tried.
+        Rows that pass :func:`prove` for all draws and are not in ``rows_for(op)``, in the order tried.
 
     Raises:
-        ValueError: more combinations than ``max_trials``.
+        ValueError: there are more combinations than ``max_trials``.
     """
-    known = set(rows_for(op) or ())
+    known = {Row(row.ins, row.outs) for row in rows_for(op) or ()}
     choices = [_choices(v, n, partial=(P,)) for v in op.ins]
-    if (trials := _product(map(len, choices))) > max_trials:
+    if (trials := math.prod(map(len, choices))) > max_trials:
         raise ValueError(
             f"{op.target}: {trials} combinations of input placements, more than max_trials={max_trials}: use fewer inputs"
         )
     found: list[Row] = []
     for ins in itertools.product(*choices):
         outs = [[None] if v is None else _choices(v, n, partial=(P, P_MAX, P_MIN)) for v in op.outs]
-        found += [row for made in itertools.product(*outs) if (row := Row(ins, made)) not in known and _holds(op, inputs, row, n)]
-    return tuple(row for row in found if Row(row.ins, row.outs, uneven=True) not in known)
+        held = [Row(ins, made) for made in itertools.product(*outs) if _holds(op, draws, Row(ins, made), n)]
+        found += [row for row in held if row not in known and not _says_less(row, held)]
+    return tuple(found)
 
 
-def _product(numbers: Any) -> int:
-    total = 1
-    for n in numbers:
-        total *= n
-    return total
+def _says_less(row: Row, held: Sequence[Row]) -> bool:
+    """Whether another row promises more of the same run: a replicated result where this one says maximum."""
+    weak = (P_MAX, P_MIN)
+    return any(
+        other != row
+        and all(p == q or (q is not None and q.is_replicate and p in weak) for p, q in zip(row.outs, other.outs, strict=True))
+        for other in held
+        if other.ins == row.ins
+    )
 
 
 def _choices(value: Value, n: int, partial: tuple[Placement, ...]) -> list[Placement]:
@@ -275,9 +281,10 @@ def _choices(value: Value, n: int, partial: tuple[Placement, ...]) -> list[Place
     return [R, *shards, *(partial if value.dtype != torch.bool else ())]
 
 
-def _holds(op: Op, inputs: Sequence[torch.Tensor], row: Row, n: int) -> bool:
+def _holds(op: Op, draws: Sequence[Sequence[torch.Tensor]], row: Row, n: int) -> bool:
     try:
-        prove(op, inputs, row, n)
+        for inputs in draws:
+            prove(op, inputs, row, n)
     except (VerifyError, RuntimeError, IndexError, ValueError, AssertionError):
         return False
     return True

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from meshwright.planner.ir.graph import Op
+from collections.abc import Sequence
+from typing import Any
+
+from meshwright.planner.ir.graph import Op, Value
 from meshwright.planner.ir.spec import P, Placement, R, Row, S
 from meshwright.planner.rules.factors import Dims, Factors, factor_rows, linear_rows
 from meshwright.planner.rules.registry import Rows, rule
@@ -13,6 +16,7 @@ def convolution(op: Op) -> Rows:
     """``(x [N,I,...], w [O,I,...], bias?) -> y [N,O,...]``: ``N``, ``O``, and ``I`` leaving a partial result.
 
     A transposed convolution has ``w [I,O,...]``. With groups only ``N`` and, for one channel per group, the groups.
+    Spatial dims shard where patches do not overlap.
     """
     groups, transposed, bias = op.args[8], op.args[6], len(op.ins) == 3
     w_in, w_out = (0, 1) if transposed else (1, 0)
@@ -21,6 +25,7 @@ def convolution(op: Op) -> Rows:
         rows += [Row((R, S(w_out), S(0))[: len(op.ins)], (S(1),)), Row((S(1), S(w_in), P)[: len(op.ins)], (P,))]
     elif one_channel_per_group(op, groups, 0, 1):
         rows.append(Row((S(1), S(0), S(0))[: len(op.ins)], (S(1),)))
+    rows += [Row((S(d), R, R)[: len(op.ins)], (S(d),)) for d in patch_dims(op.ins[0], op.ins[1], op.args[3:8])]
     linear = [(0, 2), (1, 2)] if bias else [(0,), (1,)]
     return [*rows, *linear_rows(op, linear)]
 
@@ -35,12 +40,32 @@ def convolution_backward(op: Op) -> Rows:
         rows += [_made(op, (S(1), R, S(w_out)), (P, S(w_out), S(0))), _made(op, (R, S(1), S(w_in)), (S(1), S(w_in), R))]
     elif one_channel_per_group(op, groups, 1, 0):
         rows.append(_made(op, (S(1), S(1), S(0)), (S(1), S(0), S(0))))
-    return rows
+    patches = patch_dims(op.ins[1], op.ins[2], op.args[4:9])
+    return rows + [_made(op, (S(d), S(d), R), (S(d), P, P)) for d in patches]
 
 
 def _made(op: Op, ins: tuple[Placement, ...], outs: tuple[Placement, ...]) -> Row:
     """A row without the results that are masked out."""
     return Row(ins, tuple(None if v is None else p for v, p in zip(op.outs, outs, strict=True)))
+
+
+def patch_dims(x: Value, w: Value, geometry: Sequence[Any]) -> list[int]:
+    """Spatial dims that are cut into patches without overlap or rest (a vision transformer's embedding).
+
+    Args:
+        x: the image.
+        w: the kernel.
+        geometry: stride, padding, dilation, transposed, output padding.
+    """
+    stride, padding, dilation, transposed, _ = geometry
+    if transposed:
+        return []
+    sides = range(2, len(x.shape))
+    return [
+        d
+        for d, s, p, gap in zip(sides, stride, padding, dilation, strict=True)
+        if s == w.shape[d] and p == 0 and (gap == 1 or s == 1) and x.shape[d] % s == 0
+    ]
 
 
 def one_channel_per_group(op: Op, groups: int, x: int, y: int) -> bool:

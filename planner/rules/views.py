@@ -202,7 +202,7 @@ def dims_named(op: Op) -> Rows | None:
     ndim = len(op.ins[0].shape)
     dims = op.args[1] if op.target == "aten.flip.default" else op.arg(2, ())
     if not dims:
-        return []
+        return linear_rows(op, [(0,)])
     moved = {_norm(d, ndim) for d in ((dims,) if isinstance(dims, int) else dims)}
     names = [None if d in moved else d for d in range(ndim)]
     return dims_kept(op, names, names)

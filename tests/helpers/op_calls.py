@@ -233,6 +233,7 @@ def convolution() -> Iterator[Call]:
     back = aten.convolution_backward.default
     yield call(back, f(4, 12, 8, 8), f(4, 6, 8, 8), f(12, 6, 3, 3), [12], one, one, one, False, [0, 0], 1, every)
     yield call(back, f(4, 12, 8, 8), f(4, 6, 8, 8), f(12, 6, 3, 3), None, one, one, one, False, [0, 0], 1, [False, True, False])
+    yield call(back, f(4, 12, 4, 4), f(4, 6, 8, 8), f(12, 6, 2, 2), [12], two, [0, 0], one, False, [0, 0], 1, every)
     yield call(back, f(4, 12, 8, 8), f(4, 6, 8, 8), f(12, 1, 3, 3), [12], one, one, one, False, [0, 0], 6, every)
     yield call(back, f(4, 12, 16, 16), f(4, 6, 8, 8), f(6, 12, 3, 3), [12], two, one, one, True, one, 1, every)
 
