@@ -121,9 +121,12 @@ def arranged(
 
     Every op's ``meta["phase"]`` is set. Results are ``forward_outputs`` then ``backward_outputs``.
     """
-    forward = ancestors(n for n in forward_outputs if n is not None)
-    backward = ancestors(n for n in backward_outputs if n is not None) - forward
     ops = [n for n in source.nodes if n.op == "call_function"]
+    forward = ancestors(n for n in forward_outputs if n is not None)
+    needed = forward | ancestors(n for n in backward_outputs if n is not None)
+    # A result that only the backward reads is still made by the forward op that has it.
+    forward |= {n for n in ops if n in needed and n.target is operator.getitem and n.args[0] in forward}
+    backward = needed - forward
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     for node in placeholders:

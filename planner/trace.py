@@ -145,10 +145,11 @@ def _no_fused_modules() -> Iterator[None]:
     """Recurrent layers (oneDNN, on CPUs only) and encoder layers (inference) are traced as what they compute."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
+    enabled, *_ = torch.backends.mkldnn.set_flags(_enabled=False, _fp32_precision=None)
     try:
-        with torch.backends.mkldnn.flags(enabled=False):
-            yield
+        yield
     finally:
+        torch.backends.mkldnn.set_flags(_enabled=enabled, _fp32_precision=None)
         torch.backends.mha.set_fastpath_enabled(before)
 
 
@@ -190,10 +191,11 @@ def _check(model: Any, args: Any, kwargs: Any, precision: str | None) -> None:
         raise InputError(f"precision {precision!r} is unknown: use one of {', '.join(map(repr, PRECISIONS))}")
 
 
-def _wants_backward(model: nn.Module, training: bool | None) -> bool:
+def _wants_backward(model: nn.Module, call: Call, training: bool | None) -> bool:
     if training is not None:
         return training
-    return torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+    tensors = [*model.parameters(), *(call.leaves[i] for i in call.tensor_at)]
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def capture(
@@ -215,16 +217,16 @@ def capture(
         kwargs: keyword inputs, likewise.
         precision: None, or ``"bf16-mixed"``: floating parameters and inputs are cast to bfloat16 at the start of the
             forward, gradients come out in the parameters' own type.
-        training: whether to capture a backward; None: if gradients are enabled and a parameter requires one.
+        training: whether to capture a backward; None: if gradients are enabled and a parameter or an input requires one.
 
     Raises:
         InputError: an argument of the wrong kind.
         TraceError: the model cannot be captured; names the source line and what to change.
     """
-    kwargs = {} if kwargs is None else dict(kwargs)
+    kwargs = {} if kwargs is None else kwargs
     _check(model, args, kwargs, precision)
-    call = Call.of(args, kwargs)
-    backward = _wants_backward(model, training)
+    call = Call.of(args, dict(kwargs))
+    backward = _wants_backward(model, call, training)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     exported, traced = _trace(model, call, mode, backward, precision)
     done = Assembly(exported, traced, parameter_names(model), buffer_names(model), call, mode)
