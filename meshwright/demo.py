@@ -41,12 +41,11 @@ def batches() -> Iterator[torch.Tensor]:
 
 def make_model() -> nn.Module:
     """A GPT-2 of 6 layers over bytes, 1.2 million parameters, the same weights on every call."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2Config, GPT2LMHeadModel, logging
 
+    logging.set_verbosity_error()  # it warns of token ids that bytes do not have
     torch.manual_seed(0)
     config = GPT2Config(n_layer=6, n_embd=128, n_head=4, n_positions=SEQ, vocab_size=256, use_cache=False)
-    config.bos_token_id = config.eos_token_id = 0
-    config.loss_type = "ForCausalLMLoss"
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0  # one process and four would draw other numbers
     return GPT2LMHeadModel(config).train()
 

@@ -219,7 +219,7 @@ def _verdict(other: Alternative, limit_bytes: int) -> str:
     over = (other.peak_memory_bytes or 0) - limit_bytes
     if other.peak_memory_bytes is not None and over > 0:
         return f"does not fit: {format_bytes(over)} over the limit"
-    return f"not possible: {other.reason}" if other.reason else "does not fit"
+    return f"not possible: {other.reason.partition(': ')[0]}" if other.reason else "does not fit"
 
 
 def _fallbacks(plan: Plan) -> RenderableType | None:
