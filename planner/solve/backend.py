@@ -82,7 +82,9 @@ def _proto(program: LinearProgram, integer: bool) -> model_pb2.ModelProto:
     return model
 
 
-def _parameters(integer: bool, gap: float | None, time_limit_s: float | None) -> parameters_pb2.SolveParametersProto:
+def _parameters(
+    integer: bool, gap: float | None, nodes: int | None, time_limit_s: float | None
+) -> parameters_pb2.SolveParametersProto:
     """Presolve off and the dual simplex: the fastest for flow-form problems (measured). Threads are left alone: HiGHS
     refuses another number of threads later in the same process."""
     params = parameters_pb2.SolveParametersProto(presolve=parameters_pb2.EMPHASIS_OFF)
@@ -90,6 +92,8 @@ def _parameters(integer: bool, gap: float | None, time_limit_s: float | None) ->
         params.lp_algorithm = parameters_pb2.LP_ALGORITHM_DUAL_SIMPLEX
     elif gap is not None:
         params.relative_gap_tolerance = gap
+    if integer and nodes is not None:
+        params.node_limit = nodes
     if time_limit_s is not None:
         params.time_limit.FromTimedelta(datetime.timedelta(seconds=time_limit_s))
     return params
@@ -120,12 +124,15 @@ class Solver:
         self._integer = integer
         self._model = _proto(program, integer)
 
-    def solve(self, cost: np.ndarray, *, gap: float | None = None, time_limit_s: float | None = None) -> Answer:
+    def solve(
+        self, cost: np.ndarray, *, gap: float | None = None, nodes: int | None = None, time_limit_s: float | None = None
+    ) -> Answer:
         """Solve with HiGHS.
 
         Args:
             cost: the objective, shape [columns].
             gap: relative gap at which a mixed-integer solve may stop.
+            nodes: nodes of the search tree at most, likewise.
             time_limit_s: limit; the answer then says ``"feasible"`` or ``"unknown"``.
 
         Raises:
@@ -140,7 +147,7 @@ class Solver:
                 self._model,
                 parameters_pb2.SOLVER_TYPE_HIGHS,
                 parameters_pb2.SolverInitializerProto(),
-                _parameters(self._integer, gap, time_limit_s),
+                _parameters(self._integer, gap, nodes, time_limit_s),
                 model_parameters_pb2.ModelSolveParametersProto(),
                 None,
                 callback_pb2.CallbackRegistrationProto(),

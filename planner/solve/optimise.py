@@ -11,9 +11,8 @@ and variable fixing by reduced costs. Measured: PLANNER_FACTS §3.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,6 +23,10 @@ from meshwright.planner.solve.program import NetworkCache, Program, assemble, la
 
 _EXACT = 1e-9
 _SUPPORT = 1e-7
+# Columns from which candidates that the scan used are combined first.
+_LARGE = 30_000
+# A new program is filled when at most this part of the candidates is left.
+_WORTH = 0.7
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,14 @@ class Effort:
 
     Attributes:
         gap: relative gap at which to stop.
-        time_limit_s: seconds for all integer programs of one problem together.
+        nodes: nodes of an integer program's search tree at most. A count, not a time: equal input, equal plan.
+        time_limit_s: seconds for one integer program, for safety: never reached as a rule, and told when it is.
         rounds: weights tried by the scan at most.
     """
 
-    gap: float = 5e-3
-    time_limit_s: float = 10.0
+    gap: float = 1e-2
+    nodes: int = 200
+    time_limit_s: float = 120.0
     rounds: int = 12
 
 
@@ -49,7 +54,7 @@ class Solution:
         chosen: candidate of every choice.
         objective_s: objective in seconds, tie-breaks and penalties included.
         bound_s: proved lower bound of it.
-        method: ``"lp"`` (relaxations alone), ``"mip"``, or ``"mip, time limit"``.
+        method: ``"lp"`` (relaxations alone), ``"mip"``, or ``"mip, limit"`` (stopped before the gap asked for).
         columns: columns of the program.
         rows: rows of the program.
     """
@@ -77,14 +82,20 @@ def optimise(
         restriction: what is taken away from it.
         cache: reduced networks of the problem.
         effort: gap and time limit.
-        objective: ``"time"``, or ``"memory"`` for the smallest memory (without limit).
+        objective: ``"time"``; ``"memory"`` for the smallest memory (without limit); ``"avoid"`` for the fewest avoided candidates.
 
     Raises:
-        RuntimeError: the time limit passed without any plan found.
+        RuntimeError: a limit was reached without any plan found.
     """
     if any(not allowed.any() for allowed in restriction.allowed.values()):
         return None
-    search = _Search(problem, restriction, cache, effort or Effort(), objective)
+    effort = effort or Effort()
+    if restriction.avoid and objective == "time":
+        settled = _settle_avoided(problem, restriction, cache, effort)
+        if settled is None:
+            return None
+        restriction = settled
+    search = _Search(problem, restriction, cache, effort, objective)
     if not search.scan(limited=False):
         return None
     if not search.is_settled() and search.limit_binds() and not search.scan(limited=True):
@@ -92,6 +103,15 @@ def optimise(
     if not search.is_settled() and not search.close():
         return None
     return search.solution()
+
+
+def _settle_avoided(problem: Problem, restriction: Restriction, cache: NetworkCache, effort: Effort) -> Restriction | None:
+    """The restriction with avoided candidates forbidden wherever the fewest of them does without."""
+    fewest = optimise(problem, restriction, cache, replace(effort, gap=1e-6), objective="avoid")
+    if fewest is None:
+        return None
+    kept = {g: ~avoided for g, avoided in restriction.avoid.items() if not avoided[fewest.chosen[g]]}
+    return restriction.merged(Restriction(kept))
 
 
 @dataclass
@@ -103,75 +123,91 @@ class _Cut:
     hidden: np.ndarray
 
 
-@dataclass
 class _Search:
-    problem: Problem
-    restriction: Restriction
-    cache: NetworkCache
-    effort: Effort
-    objective: str
-    chosen: tuple[int, ...] | None = None
-    upper: float = np.inf
-    lower: float = -np.inf
-    method: str = "lp"
-    support: list[np.ndarray] = field(default_factory=list)
-    program: Program = field(init=False)
-    _best: Answer = field(init=False)
+    """Bounds and plans of one problem, closing in on each other."""
+
+    def __init__(self, problem: Problem, restriction: Restriction, cache: NetworkCache, effort: Effort, objective: str):
+        self.problem, self.restriction, self.cache, self.effort, self.objective = problem, restriction, cache, effort, objective
+        self.chosen: tuple[int, ...] | None = None
+        self.upper, self.lower = np.inf, -np.inf
+        self.method = "lp"
+        self.size = (0, 0)
+        self._support: list[list[np.ndarray]] = []
 
     # --- pricing the overlap ---
 
     def scan(self, limited: bool) -> bool:
         """Look for the weights of the highest bound, keeping the best plan met on the way; False if nothing is feasible."""
-        self.program = assemble(self.problem, self.restriction, self.cache, objective=self.objective, limited=limited)
-        solver = Solver(self.program.arrays, integer=False)
-        self.support = []
-        hides = np.array([bool(h.any()) for h in self.program.hidden])
+        program, solver = self._relaxation(limited)
+        self._support = []
+        hides = np.array([bool(h.any()) for h in program.hidden])
         weights = np.zeros(len(SEGMENTS))
         cuts: list[_Cut] = []
         for _ in range(self.effort.rounds):
-            answer = solver.solve(self.program.cost_at(weights))
+            answer = solver.solve(program.cost_at(weights))
             if answer.x is None:
-                return False
-            self._learn(answer)
-            cuts.append(_Cut(*self.program.parts(answer.x)))
+                return self._nothing_better()
+            self._learn(program, answer)
+            cuts.append(_Cut(*program.parts(answer.x)))
             if self.is_settled() or not hides.any():
                 break
             reach, weights = _highest(cuts, hides)
-            if reach - self.lower <= self.effort.gap / 10 * abs(reach):
+            if reach - self.lower <= self.effort.gap / 3 * abs(reach):
                 break
+            if self._narrow(program, answer):
+                program, solver = self._relaxation(limited)
         return True
 
-    def _learn(self, answer: Answer) -> None:
+    def _relaxation(self, limited: bool) -> tuple[Program, Solver]:
+        program = assemble(self.problem, self.restriction, self.cache, objective=self.objective, limited=limited)
+        self.scale = program.scale
+        self.size = max(self.size, (program.arrays.num_columns, program.arrays.num_rows))
+        return program, Solver(program.arrays, integer=False)
+
+    def _nothing_better(self) -> bool:
+        """No plan is left: the best one known is optimal, if there is one."""
+        self.lower = self.upper
+        return self.chosen is not None
+
+    def _learn(self, program: Program, answer: Answer) -> None:
         """Take an answer's bound, and its plan if it is one that fits."""
         assert answer.x is not None
-        if answer.objective > self.lower:
-            self.lower, self._best = answer.objective, answer
-        self.support.append(answer.x > _SUPPORT)
-        if self.program.is_integral(answer.x):
-            self._offer(answer.x)
+        self.lower = max(self.lower, min(answer.objective, self.upper))
+        self._support.append([(c >= 0) & (answer.x[c] > _SUPPORT) for c in program.columns])
+        if program.is_integral(answer.x):
+            fixed, compute, hidden = program.parts(answer.x)
+            self._offer(fixed + float(np.maximum(compute, hidden).sum()), program.candidates_of(answer.x))
 
-    def _offer(self, x: np.ndarray) -> None:
-        fixed, compute, hidden = self.program.parts(x)
-        objective = fixed + float(np.maximum(compute, hidden).sum())
-        chosen = self.program.candidates_of(x)
-        if objective < self.upper and self._fits(chosen):
+    def _offer(self, objective: float, chosen: tuple[int, ...]) -> None:
+        """Keep a plan if it fits and is the best."""
+        limit = self.problem.memory_limit_bytes
+        fits = limit is None or self.objective == "memory" or sum(memory_of(self.problem, chosen).values()) <= limit
+        if objective < self.upper and fits:
             self.upper, self.chosen = objective, chosen
 
-    def _fits(self, chosen: Sequence[int]) -> bool:
-        limit = self.problem.memory_limit_bytes
-        return limit is None or self.objective == "memory" or sum(memory_of(self.problem, chosen).values()) <= limit
+    def _narrow(self, program: Program, answer: Answer) -> bool:
+        """Forbid the candidates that no better plan than the best known can use; False where that is not worth a new program.
 
-    def _gap(self) -> float:
-        return (self.upper - self.lower) / max(abs(self.upper), 1e-30) if self.chosen is not None else np.inf
+        A plan with candidate ``c`` costs at least the answer's objective plus the reduced cost of ``c``.
+        """
+        assert answer.reduced_costs is not None
+        slack = self.upper - answer.objective
+        before = sum(int((c >= 0).sum()) for c in program.columns)
+        allowed = {g: (c >= 0) & (answer.reduced_costs[c] <= slack + _EXACT * self.upper) for g, c in enumerate(program.columns)}
+        after = sum(int(mask.sum()) for mask in allowed.values())
+        if not np.isfinite(slack) or after > _WORTH * before or not all(mask.any() for mask in allowed.values()):
+            return False
+        self.restriction = replace(self.restriction, allowed=allowed)
+        return True
 
     def is_settled(self) -> bool:
-        """Whether the best plan is within the gap; plans that do not fit do not count."""
-        return self._gap() <= self.effort.gap
+        """Whether the best plan is within the gap."""
+        return self.chosen is not None and self.upper - self.lower <= self.effort.gap * max(abs(self.upper), 1e-30)
 
     def limit_binds(self) -> bool:
         """Whether some choice would exceed the memory limit."""
         limit = self.problem.memory_limit_bytes
-        return self.objective == "time" and limit is not None and largest_memory_bytes(self.problem, self.restriction) > limit
+        return self.objective != "memory" and limit is not None and largest_memory_bytes(self.problem, self.restriction) > limit
 
     # --- closing the gap ---
 
@@ -179,56 +215,39 @@ class _Search:
         """Integer programs over what may still matter; False if nothing is feasible.
 
         Raises:
-            RuntimeError: the time limit passed without any plan found.
+            RuntimeError: a limit was reached without any plan found.
         """
-        start = time.perf_counter()
-        self._integers(np.logical_or.reduce(self.support), self.effort.time_limit_s / 3, proves=False)
+        free = self.restriction
+        if self.size[0] > _LARGE or self.chosen is None:
+            support = {g: np.logical_or.reduce(masks) for g, masks in enumerate(zip(*self._support, strict=True))}
+            self._integers(free.merged(Restriction(support)), proves=False)
         if self.is_settled():
             return True
-        left = max(1.0, self.effort.time_limit_s - (time.perf_counter() - start))
-        status = self._integers(self._useful(), left, proves=True)
+        status = self._integers(free, proves=True)
         if self.chosen is None and status != "infeasible":
-            raise RuntimeError(
-                f"no plan was found within {self.effort.time_limit_s:g} s, and none was excluded: raise the time limit"
-            )
+            raise RuntimeError(f"no plan was found within {self.effort.nodes} nodes, and none was excluded: raise the effort")
         return self.chosen is not None
 
-    def _useful(self) -> np.ndarray:
-        """Columns that a better plan than the best known could use, shape [columns]."""
-        assert self._best.reduced_costs is not None and self._best.x is not None
-        slack = self.upper - self.lower
-        return (self._best.reduced_costs <= slack + 1e-6 * abs(slack)) | (self._best.x > _SUPPORT)
-
-    def _integers(self, keep: np.ndarray, time_limit_s: float, *, proves: bool) -> str:
-        """Solve over the candidates kept; ``proves`` says whether no better plan uses others, so that its bound counts."""
-        allowed = {g: self._kept(columns, keep) for g, columns in enumerate(self.program.columns)}
-        smaller = replace(self.restriction, allowed=allowed)
-        program = assemble(self.problem, smaller, self.cache, objective=self.objective)
-        # A smaller program may be scaled alike, because the scale is the problem's.
+    def _integers(self, restriction: Restriction, *, proves: bool) -> str:
+        """Solve under a restriction; ``proves`` says whether no better plan breaks it, so that the bound counts."""
+        if not all(mask.any() for mask in restriction.allowed.values()):
+            return "infeasible"
+        program = assemble(self.problem, restriction, self.cache, objective=self.objective)
         arrays: LinearProgram = program.with_overlap()
-        answer = Solver(arrays, integer=True).solve(arrays.cost, gap=self.effort.gap / 2, time_limit_s=time_limit_s)
+        answer = Solver(arrays, integer=True).solve(
+            arrays.cost, gap=self.effort.gap / 2, nodes=self.effort.nodes, time_limit_s=self.effort.time_limit_s
+        )
         self.method = "mip"
-        if answer.x is not None and answer.objective < self.upper:
-            self.upper, self.chosen = answer.objective, program.candidates_of(answer.x)
+        if answer.x is not None:
+            self._offer(answer.objective, program.candidates_of(answer.x))
         if proves:
             self.lower = max(self.lower, min(answer.bound, self.upper))
-            self.method = "mip" if answer.status in ("optimal", "infeasible") else "mip, time limit"
+            self.method = "mip" if answer.status in ("optimal", "infeasible") else "mip, limit"
         return answer.status
-
-    def _kept(self, columns: np.ndarray, keep: np.ndarray) -> np.ndarray:
-        return (columns >= 0) & keep[columns]
 
     def solution(self) -> Solution:
         assert self.chosen is not None
-        scale = self.program.scale
-        return Solution(
-            self.chosen,
-            self.upper / scale,
-            min(self.lower, self.upper) / scale,
-            self.method,
-            self.program.arrays.num_columns,
-            self.program.arrays.num_rows,
-        )
+        return Solution(self.chosen, self.upper / self.scale, min(self.lower, self.upper) / self.scale, self.method, *self.size)
 
 
 def _highest(cuts: Sequence[_Cut], hides: np.ndarray) -> tuple[float, np.ndarray]:

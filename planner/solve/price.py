@@ -83,9 +83,7 @@ def memory_of(problem: Problem, chosen: Sequence[int]) -> dict[str, int]:
     return {category: round(b) for category, b in total.items()}
 
 
-def objective_s(problem: Problem, restriction: Restriction, outcome: Outcome, chosen: Sequence[int]) -> float:
-    """The solver's objective for a choice: step time plus the tie-breaks and penalties."""
+def objective_s(problem: Problem, outcome: Outcome, chosen: Sequence[int]) -> float:
+    """The solver's objective for a choice: step time plus the tie-breaks."""
     static = sum(float(b[c]) for choice, c in zip(problem.choices, chosen, strict=True) for b in choice.memory_bytes.values())
-    penalty = sum(float(p[chosen[g]]) for g, p in restriction.penalty_s.items())
-    ties = problem.tie_memory_s_per_byte * static + problem.tie_hidden * sum(outcome.hidden_s)
-    return outcome.step_time_s + ties + penalty
+    return outcome.step_time_s + problem.tie_memory_s_per_byte * static + problem.tie_hidden * sum(outcome.hidden_s)

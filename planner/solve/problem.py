@@ -151,13 +151,14 @@ class Restriction:
     Attributes:
         allowed: choice to which candidates remain, shape [candidates]; choices not listed are free.
         arcs: flow to which arcs remain, shape [arcs]; flows not listed are free.
-        penalty_s: choice to seconds added per candidate, shape [candidates]: preferences far above any time.
+        avoid: choice to candidates that are taken only where nothing else is possible, shape [candidates]; decided before time
+            is looked at.
         notes: sentences for the plan.
     """
 
     allowed: Mapping[int, np.ndarray] = field(default_factory=dict)
     arcs: Mapping[int, np.ndarray] = field(default_factory=dict)
-    penalty_s: Mapping[int, np.ndarray] = field(default_factory=dict)
+    avoid: Mapping[int, np.ndarray] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def merged(self, other: Restriction) -> Restriction:
@@ -165,7 +166,7 @@ class Restriction:
         return Restriction(
             _both(self.allowed, other.allowed),
             _both(self.arcs, other.arcs),
-            {**self.penalty_s, **{k: v + self.penalty_s.get(k, 0) for k, v in other.penalty_s.items()}},
+            {**self.avoid, **{k: v | self.avoid[k] if k in self.avoid else v for k, v in other.avoid.items()}},
             self.notes + other.notes,
         )
 

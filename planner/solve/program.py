@@ -180,7 +180,8 @@ def assemble(
         problem: the problem.
         restriction: what is taken away from it.
         cache: reduced networks of this problem.
-        objective: ``"time"``, or ``"memory"`` to find the smallest memory (the limit is then ignored).
+        objective: ``"time"``; ``"memory"`` to find the smallest memory (the limit is then ignored); ``"avoid"`` to take as few
+            avoided candidates as possible.
         limited: whether the memory limit holds.
     """
     build = _Assembly(problem, restriction, cache, objective)
@@ -200,6 +201,7 @@ class _Assembly:
         self.restriction = restriction
         self.cache = cache
         self.rows = _Rows()
+        self.objective = objective
         self.timed = objective == "time"
         self.scale = _OBJECTIVE / _typical_seconds(problem) if self.timed else 1.0
         self.columns: list[np.ndarray] = []
@@ -222,12 +224,14 @@ class _Assembly:
                 self.rows.row(1.0, 1.0, [(int(columns[c]), 1.0) for c in chosen])
 
     def _ties(self, g: int) -> np.ndarray:
-        """Cost by candidate beside compute: the tie-break on memory, and preferences."""
+        """Cost by candidate beside compute: the tie-break on memory, or what is to be avoided."""
         choice = self.problem.choices[g]
+        if self.objective == "avoid":
+            return choice.count * self.restriction.avoid.get(g, np.zeros(choice.num_candidates)).astype(float)
         if not self.timed:
             return np.zeros(choice.num_candidates)
         static = sum(choice.memory_bytes.values(), np.zeros(choice.num_candidates))
-        return self.scale * (static * self.problem.tie_memory_s_per_byte + self.restriction.penalty_s.get(g, 0.0))
+        return self.scale * static * self.problem.tie_memory_s_per_byte
 
     def flow(self, index: int, flow: Flow) -> None:
         allowed = flow.allowed & self.restriction.arcs[index] if index in self.restriction.arcs else flow.allowed
@@ -311,12 +315,13 @@ class _Assembly:
     def memory(self) -> None:
         """One row: static memory and peaks within the limit; left out where no choice could exceed it."""
         limit = self.problem.memory_limit_bytes
-        if self.timed and (limit is None or largest_memory_bytes(self.problem, self.restriction) <= limit):
+        minimised = self.objective == "memory"
+        if not minimised and (limit is None or largest_memory_bytes(self.problem, self.restriction) <= limit):
             return
         unit = 1.0 / max(1.0, float(limit or 0), _static_scale(self.problem))
         entries = [(int(col), float(b) * unit) for g in range(len(self.columns)) for col, b in self._static(g)]
         entries += [(self._peak(peak_terms, unit), peak.weight) for peak in self.problem.peaks if (peak_terms := peak.terms)]
-        if self.timed:
+        if not minimised:
             assert limit is not None
             self.rows.row(-np.inf, (limit - sum(self.problem.fixed_bytes.values())) * unit, entries)
             return

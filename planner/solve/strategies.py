@@ -139,7 +139,7 @@ def restrict(tables: Tables, rules: Sequence[AxisRule], name: str) -> Restrictio
     work.batch()
     work.rest()
     work.use()
-    return Restriction(work.allowed, work.arcs, work.penalty_s, tuple(work.notes))
+    return Restriction(work.allowed, work.arcs, work.avoid, tuple(work.notes))
 
 
 def batch_size(tables: Tables) -> tuple[GraphInput, int] | None:
@@ -157,7 +157,7 @@ class _Work:
         self.name = name
         self.allowed: dict[int, np.ndarray] = {}
         self.arcs: dict[int, np.ndarray] = {}
-        self.penalty_s: dict[int, np.ndarray] = {}
+        self.avoid: dict[int, np.ndarray] = {}
         self.notes: list[str] = []
 
     def _axes(self, attribute: str, *values: str) -> list[int]:
@@ -228,14 +228,10 @@ class _Work:
             )
 
     def _prefer(self, choice: int, candidates: Sequence[Candidate], mask: np.ndarray, axes: Sequence[int]) -> None:
-        """A price above any time on resting whole, where some allowed candidate does not."""
+        """Avoid resting whole where some allowed candidate does not."""
         whole = np.array([any(_rest(c)[a] == R for a in axes) for c in candidates])
         if (mask & ~whole).any():
-            problem = self.tables.problem
-            longest = sum(c.count * float(c.compute_s.max()) for c in problem.choices) + sum(
-                f.count * float(f.network.seconds.max(initial=0.0)) for f in problem.flows
-            )
-            self.penalty_s[choice] = whole * problem.choices[choice].count * longest
+            self.avoid[choice] = whole
 
     def use(self) -> None:
         """Whole parameters for ops, or no gathers."""
@@ -284,8 +280,8 @@ def replicated_under(tables: Tables, restriction: Restriction, chosen: Sequence[
     """A note on parameters that a preference could not shard."""
     left = [
         source.name
-        for choice, penalty in sorted(restriction.penalty_s.items())
-        if penalty[chosen[choice]] > 0
+        for choice, avoided in sorted(restriction.avoid.items())
+        if avoided[chosen[choice]]
         for i in tables.members[choice]
         if (source := tables.clusters.clusters[i].source) is not None
     ]
