@@ -171,7 +171,7 @@ def _run_pieces(op: Op, inputs: Sequence[torch.Tensor], spec: OpSpec, mesh: Mesh
 
 
 def cut_tensor(whole: torch.Tensor, placements: Placements, sizes: Sequence[int], generator: torch.Generator) -> Pieces:
-    """Every coordinate's piece of a tensor; partial placements get random addends."""
+    """Every coordinate's piece of a tensor; partial placements get random addends, every other piece a reversed layout."""
     addends: Pieces = {(): whole}
     for p, n in zip(placements, sizes, strict=True):
         ways = n if p.is_partial else 1
@@ -179,8 +179,15 @@ def cut_tensor(whole: torch.Tensor, placements: Placements, sizes: Sequence[int]
     pieces: Pieces = {}
     for at in itertools.product(*map(range, sizes)):
         addend = addends[tuple(i if p.is_partial else 0 for i, p in zip(at, placements, strict=True))]
-        pieces[at] = local_slice(addend, placements, sizes, at).clone()
+        piece = local_slice(addend, placements, sizes, at)
+        pieces[at] = _reversed_layout(piece) if sum(at) % 2 else piece.contiguous()
     return pieces
+
+
+def _reversed_layout(x: torch.Tensor) -> torch.Tensor:
+    """Equal numbers, the first dim fastest in memory: kernels must not rely on how a redistribution lays out a piece."""
+    back = tuple(reversed(range(x.dim())))
+    return x.permute(back).contiguous().permute(back)
 
 
 def _addends(whole: torch.Tensor, placement: Placement, n: int, generator: torch.Generator) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from meshwright.passes.local.layout import dense_inputs
 from meshwright.planner.ir.errors import VerifyError
 from meshwright.planner.ir.graph import Op, Value
 from meshwright.planner.ir.mesh import MeshShape
@@ -151,7 +152,7 @@ def run_local(
     Returns:
         One local result per ``op.outs`` (None where the op does not make it). No communication is emitted.
     """
-    piece = Piece(op, spec, mesh.sizes, coordinate, tuple(inputs), call)
+    piece = Piece(op, spec, mesh.sizes, coordinate, dense_inputs(op, inputs, call), call)
     function = _forms.get(op.target) or _forms.get(op.target.rpartition(".")[0])
     return piece.default() if function is None else function(piece)
 
