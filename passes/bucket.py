@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from meshwright.passes.emit import Emitter
 from meshwright.passes.overlap import BIG, is_wait
 from meshwright.passes.redistribute import Step
-from meshwright.passes.rewrite import Emitter
 from meshwright.passes.split import is_collective
 
 aten = torch.ops.aten
@@ -50,9 +50,9 @@ class BucketCollectives:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         if self.bucket_bytes <= 0:
             return gm
-        for bucket in list(self.buckets(gm.graph)):
-            if len(bucket.members) > 1:
-                _merge(gm.graph, bucket)
+        shared = [bucket for bucket in self.buckets(gm.graph) if len(bucket.members) > 1]
+        for number, bucket in enumerate(shared):
+            _merge(gm, bucket, f"bucket_{number}")
         return gm
 
     def buckets(self, graph: fx.Graph) -> Iterator[_Bucket]:
@@ -106,15 +106,15 @@ def _bytes(step: Step) -> int:
     return max(step.result_bytes, step.buffer_numel * step.dtype.itemsize)
 
 
-def _merge(graph: fx.Graph, bucket: _Bucket) -> None:
+def _merge(gm: fx.GraphModule, bucket: _Bucket, name: str) -> None:
     """Replace the members and their waits by one collective and the pieces of its result."""
-    first, last = bucket.members[0], bucket.members[-1]
+    graph, first, last = gm.graph, bucket.members[0], bucket.members[-1]
     step: Step = first.meta["step"]
     rows = 1 if step.kind == "all_reduce" else step.parts
     waits = {m: next(iter(m.users)) for m in bucket.members}
     order = {n: i for i, n in enumerate(graph.nodes)}
-    emit = Emitter(graph)
-    emit.hint = f"bucket_{first.name}"
+    emit = Emitter(graph, gm)
+    emit.hint = name
     shared = {"phase": first.meta["phase"], "step": step, "steps": tuple(m.meta["step"] for m in bucket.members)}
     emit.meta = {**shared, "step_values": tuple(m.meta["step_value"] for m in bucket.members)}
     with first.meta["val"].fake_mode, torch.no_grad():

@@ -128,6 +128,15 @@ class Step:
         return Cut(p.dim, self.parts, groups, span, end - start, divides(self.shape, on_dim, self.sizes))
 
 
+def unpermuted(step: Step, order: Sequence[int]) -> Step:
+    """The same step on the tensor whose permutation by ``order`` (non-negative) is ``step``'s value."""
+    shape = [0] * len(order)
+    for d, source in enumerate(order):
+        shape[source] = step.shape[d]
+    src, dst = (tuple(replace(p, dim=order[p.dim]) if p.is_shard else p for p in side) for side in (step.src, step.dst))
+    return replace(step, shape=tuple(shape), src=src, dst=dst)
+
+
 def emit_step(step: Step, x: Any, call: Call) -> Any:
     """Emit one step: the local tensor ``x`` in ``step.src`` becomes the result in ``step.dst``."""
     if step.parts == 1:

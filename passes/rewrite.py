@@ -7,14 +7,13 @@ l = sum(y): [] S(0) -> P, returned as R       l_local = sum(y): [] ; l = wait(al
 ```
 
 Every op's inputs are brought to the placements that the plan gives it; then ``passes.local`` emits what the rank computes.
-Each new node is run once on fake tensors, so its local shape is known, and carries the name, phase and source line of the op
+Each new node has its fake value, so its local shape is known, and carries the name, phase and source line of the op
 that it came from. A step of a redistribution is emitted once per (value, phase, placements). It stands before its first
 consumer, or right behind its producer where the result of the graph needs it, and belongs to the phase of its consumers.
 """
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +21,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from meshwright.passes.emit import Emitter, share_values
 from meshwright.passes.local import run_local
-from meshwright.passes.redistribute import Step, emit_step
+from meshwright.passes.redistribute import Step, emit_step, unpermuted
 from meshwright.planner.ir.errors import VerifyError
 from meshwright.planner.ir.graph import Capture, GraphInput, Op, Value
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.spec import Placements, format_placements, local_shape
 from meshwright.planner.ir.verify import path_of, result_phase
+
+aten = torch.ops.aten
 
 PROVENANCE = ("forward_op", "module_path", "source", "recompute_of", "stack_trace")
 
@@ -55,33 +57,15 @@ class RewriteForRank:
         return _Rewriter(self, gm).run()
 
 
-class Emitter:
-    """Adds nodes to a graph, running each once on fake tensors.
+def _order_to_lead(step: Step, node: fx.Node) -> tuple[int, ...]:
+    """The order of a permutation under which a gather would run along dim 0, where memory order is rank order; else ().
 
-    Attributes:
-        meta: what every new node's ``meta`` starts from.
-        hint: what new nodes' names start with.
+    ``all_gather(permute(w))`` is ``permute(all_gather(w))``: for a weight that is read transposed this saves two copies.
     """
-
-    def __init__(self, graph: fx.Graph, device: torch.device | None = None):
-        self.graph = graph
-        self.device = device
-        self.meta: dict[str, Any] = {}
-        self.hint = ""
-
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Emit ``target(*args, **kwargs)``; must be called under the fake mode of the operands."""
-        val = target(*fx.node.map_arg(args, _val), **fx.node.map_arg(kwargs, _val))
-        if self.device is not None and kwargs.get("device") is not None:
-            kwargs["device"] = self.device
-        short = "get" if target is operator.getitem else str(target).split(".")[1]
-        node = self.graph.create_node("call_function", target, args, kwargs, name=f"{self.hint}_{short}")
-        node.meta.update(self.meta, val=val)
-        return node
-
-
-def _val(node: fx.Node) -> Any:
-    return node.meta["val"]
+    if node.target is not aten.permute.default or step.parts == 1 or step.kind != "all_gather":
+        return ()
+    order = tuple(node.args[1])  # type: ignore[arg-type]
+    return order if unpermuted(step, order).cut(unpermuted(step, order).src).leads else ()
 
 
 class _Rewriter:
@@ -92,7 +76,7 @@ class _Rewriter:
         self.coordinate, self.group_names = options.coordinate, options.group_names
         self.sizes = options.plan.mesh.sizes
         self.graph = fx.Graph()
-        self.emit = Emitter(self.graph, options.device)
+        self.emit = Emitter(self.graph, gm, options.device)
         self.made: dict[str, tuple[fx.Node, Placements]] = {}
         self.brought: dict[tuple[str, str, Placements], fx.Node] = {}
         self.results: dict[tuple[str, str], list[Placements]] = defaultdict(list)
@@ -111,7 +95,9 @@ class _Rewriter:
             for op in graph.ops:
                 self.rewrite(op, metas[op.name])
             self.finish()
-        return fx.GraphModule(self.old, self.graph)
+        new = fx.GraphModule(self.old, self.graph)
+        share_values(self.old, new)
+        return new
 
     def place(self, placeholder: GraphInput) -> None:
         value, placements = placeholder.value, self.plan.inputs[placeholder.value.name]
@@ -167,10 +153,16 @@ class _Rewriter:
     def step(self, value: Value, phase: str, node: fx.Node, src: Placements, dst: Placements) -> fx.Node:
         axis = next(a for a, (p, q) in enumerate(zip(src, dst, strict=True)) if p != q)
         step = Step(value.shape, value.dtype, src, dst, self.sizes, self.coordinate, self.group_names[axis])
+        order = _order_to_lead(step, node)
+        if order:
+            step = unpermuted(step, order)
         self.emit.hint = value.name.replace("#", "_")
         kept = {k: node.meta[k] for k in PROVENANCE if k in node.meta}
         self.emit.meta = {"phase": phase, "step": step, "step_value": value.name, **kept}
-        result = emit_step(step, node, self.emit)
+        if order:
+            result = self.emit(aten.permute.default, emit_step(step, node.args[0], self.emit), list(order))
+        else:
+            result = emit_step(step, node, self.emit)
         if result is not node:
             result.meta.update(value=value.name, placements=dst)
         return result

@@ -127,18 +127,9 @@ def _crossing(
 def _views_to_root(node: fx.Node) -> list[fx.Node]:
     """``node`` and what it is a view of, up to the node that made the storage."""
     chain = [node]
-    while chain[-1].op == "call_function" and not is_collective(chain[-1]):
-        storage = _storage(chain[-1])
-        parents = [a for a in chain[-1].all_input_nodes if storage is not None and _storage(a) == storage]
-        if not parents:
-            break
-        chain.append(parents[0])
+    while chain[-1].meta.get("alias") is not None and not is_collective(chain[-1]):
+        chain.append(chain[-1].all_input_nodes[chain[-1].meta["alias"]])
     return chain
-
-
-def _storage(node: fx.Node) -> int | None:
-    val = node.meta["val"]
-    return val.untyped_storage()._cdata if isinstance(val, torch.Tensor) else None
 
 
 def _bytes(node: fx.Node) -> int:
@@ -153,7 +144,7 @@ def _copied(graph: fx.Graph, node: fx.Node, users: Iterable[fx.Node]) -> fx.Node
         copy = graph.call_function(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
     val = node.meta["val"]
     with val.fake_mode:
-        copy.meta.update(node.meta, val=torch.empty(val.shape, dtype=val.dtype), phase="forward")
+        copy.meta.update(node.meta, val=torch.empty(val.shape, dtype=val.dtype), phase="forward", alias=None)
     for user in users:
         user.replace_input_with(node, copy)
     return copy
