@@ -15,6 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from meshwright.passes import count_collectives
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.plan import Plan
+from meshwright.runtime.gather import gather_whole
 from meshwright.runtime.mesh import make_mesh
 from meshwright.runtime.module import ParallelModule, build
 from tests.helpers.models import Case, loss_of
@@ -103,6 +104,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    return gather_whole(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 # --- on each rank -------------------------------------------------------------------------------------------------
 
 
@@ -122,17 +127,19 @@ def differences(trial: Trial, mesh: Any, *, adam: bool = True) -> list[str]:
     """Loss, gradients, collectives, and parameters after steps that are not as they should be."""
     pm = build(trial.case.model(), trial.capture, trial.plan, mesh)
     batch, reference = trial.case.batch(), trial.reference
-    start = pm.full_state_dict()
-    loss = scalar_of(pm(**batch))
-    loss.backward()
-    wrong = compare({"loss": whole(loss).detach()}, {"loss": reference.loss}, RTOL, 0.0)
-    gradients = {n: None if p.grad is None else whole(p.grad) for n, p in pm.named_parameters()}
+    start = pm.full_state_dict() if adam else {}
     largest = max((float(g.abs().max()) for g in reference.gradients.values() if g is not None), default=0.0)
+    opt = sgd(list(pm.parameters()))
+    with CommDebugMode() as mode:
+        loss = scalar_of(pm(**batch))
+        loss.backward()
+    wrong = compare({"loss": whole(loss).detach()}, {"loss": reference.loss}, RTOL, 0.0)
+    gradients = {n: None if p.grad is None else gathered(p.grad) for n, p in pm.named_parameters()}
     wrong += compare(gradients, reference.gradients, RTOL, FLOOR * largest, "gradient of ")
-    wrong += count_differences(pm, trial.plan, batch)
-    pm.zero_grad()
-    pm.load_state_dict(start)
-    wrong += compare(train(pm, batch, sgd), reference.after_sgd, RTOL, STEPS**2 * SGD_LR * FLOOR * largest, "after SGD, ")
+    wrong += count_differences(pm, trial.plan, mode)
+    opt.step()
+    after = train(pm, batch, lambda _: opt, STEPS - 1)
+    wrong += compare(after, reference.after_sgd, RTOL, STEPS**2 * SGD_LR * FLOOR * largest, "after SGD, ")
     if adam:
         pm.load_state_dict(start)
         noise = {n: g.abs() < MASKED * largest for n, g in reference.gradients.items() if g is not None}
@@ -164,12 +171,11 @@ def compare(found: dict[str, Any], wanted: dict[str, Any], rtol: float, atol: fl
     return wrong
 
 
-def count_differences(pm: ParallelModule, plan: Plan, batch: dict[str, Any]) -> list[str]:
+def count_differences(pm: ParallelModule, plan: Plan, ran_in: CommDebugMode) -> list[str]:
     """Whether the collectives that ran are those of the lowered program, and its are those of the plan."""
     program = pm._library.programs[0].local
-    with CommDebugMode() as mode:
-        scalar_of(pm(**batch)).backward()
-    ran = Counter({_KINDS[str(op).split(".")[-1]]: n for op, n in mode.get_comm_counts().items() if n})
+    names = {str(op).split(".")[-1]: n for op, n in ran_in.get_comm_counts().items()}
+    ran = Counter({kind: names[name] for name, kind in _KINDS.items() if names.get(name)})
     emitted: Counter[str] = Counter()
     for (_, _, kind), n in count_collectives(program, logical=False).items():
         emitted[kind] += n

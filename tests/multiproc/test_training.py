@@ -38,7 +38,7 @@ def _accumulate(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def test_gradients_accumulate_and_clip_as_in_one_process():
-    plan, model = zero3("transformer"), ALL["transformer"].model()
+    plan, model = zero3("transformer", (2,)), ALL["transformer"].model()
     wanted = _accumulate(model)
 
     def on_rank(rank):
@@ -49,7 +49,7 @@ def test_gradients_accumulate_and_clip_as_in_one_process():
         for name, p in model.named_parameters():
             close(whole(pm.get_parameter(name)), p.detach())
 
-    run_ranks(4, on_rank)
+    run_ranks(2, on_rank)
 
 
 def test_a_graph_is_used_once_unless_it_is_retained():
@@ -93,7 +93,7 @@ def test_optimizer_variants_see_the_new_weights(options):
 
 
 def test_inference_in_training_mode_needs_no_other_program():
-    plan = zero3("gpt2")
+    plan = zero3("gpt2", (2,))
 
     def on_rank(rank):
         pm = start("gpt2", plan, outputs="full")
@@ -105,11 +105,11 @@ def test_inference_in_training_mode_needs_no_other_program():
         assert len(pm._library.programs) == 1
 
     reference("gpt2")
-    run_ranks(4, on_rank)
+    run_ranks(2, on_rank)
 
 
 def test_evaluation_mode_uses_running_statistics_and_moves_no_parameter():
-    plan, model, batch = zero3("cnn"), ALL["cnn"].model(), ALL["cnn"].batch()
+    plan, model, batch = zero3("cnn", (2,)), ALL["cnn"].model(), ALL["cnn"].batch()
     with torch.no_grad():
         model(**batch)
         model.eval()
@@ -129,7 +129,7 @@ def test_evaluation_mode_uses_running_statistics_and_moves_no_parameter():
         assert all(p is before[n] for n, p in pm.named_parameters())
         close(pm.get_buffer("stem.1.running_mean"), model.get_buffer("stem.1.running_mean"))
 
-    run_ranks(4, on_rank)
+    run_ranks(2, on_rank)
 
 
 def test_another_batch_size_gets_a_program_of_its_own():
@@ -244,7 +244,7 @@ def test_two_models_on_two_meshes_live_in_one_process():
 
 
 def test_state_goes_to_and_from_single_device_checkpoints():
-    plan, other = zero3("gpt2"), ALL["gpt2"].model(seed=1)
+    plan, other = zero3("gpt2", (2,)), ALL["gpt2"].model(seed=1)
 
     def on_rank(rank):
         pm = start("gpt2", plan)
@@ -259,7 +259,7 @@ def test_state_goes_to_and_from_single_device_checkpoints():
         pm.load_state_dict(start("gpt2", plan).state_dict())
         return loss, loss_of(pm(**ALL["gpt2"].batch())).detach()
 
-    loaded, back = run_ranks(4, on_rank)[0]
+    loaded, back = run_ranks(2, on_rank)[0]
     close(loaded, loss_of(other(**ALL["gpt2"].batch())).detach())
     close(back, reference("gpt2").loss)
 
@@ -267,7 +267,7 @@ def test_state_goes_to_and_from_single_device_checkpoints():
 def test_a_model_on_the_meta_device_plans_alike_and_trains_once_loaded():
     from meshwright.planner import remat, trace
 
-    case, plan = ALL["llama"], zero3("llama")
+    case, plan = ALL["llama"], zero3("llama", (2,))
     empty = case.model(device="meta")
     assert remat.save_few(trace.capture(empty, (), case.batch())).graph.hash == captured("llama").graph.hash
 
@@ -282,7 +282,7 @@ def test_a_model_on_the_meta_device_plans_alike_and_trains_once_loaded():
         close(loss_of(pm(**case.batch())).detach(), reference("llama").loss)
 
     reference("llama")
-    run_ranks(4, on_rank)
+    run_ranks(2, on_rank)
 
 
 def test_ranks_with_other_weights_take_those_of_the_first():
@@ -301,7 +301,7 @@ def test_ranks_with_other_weights_take_those_of_the_first():
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2"])
 def test_bf16_mixed_is_close_to_the_same_casts_in_one_process(name):
-    case, plan = ALL[name], zero3(name, precision="bf16-mixed")
+    case, plan = ALL[name], zero3(name, (2,), precision="bf16-mixed")
     model, batch = case.model(), case.batch()
 
     def half(t):
@@ -321,7 +321,7 @@ def test_bf16_mixed_is_close_to_the_same_casts_in_one_process(name):
         for n, g in gradients(pm).items():
             torch.testing.assert_close(g, model.get_parameter(n).grad, rtol=0, atol=2e-2 * largest)
 
-    run_ranks(4, on_rank)
+    run_ranks(2, on_rank)
 
 
 @pytest.mark.parametrize("name", ["mlp_dropout", "gpt2_dropout"])
