@@ -98,7 +98,7 @@ class Builder:
         """``x`` with its dims in another order; permutes of permutes are one."""
         if x.target is aten.permute.default:
             source, inner = x.args
-            return self.permute(source, [inner[d] for d in dims], val)  # type: ignore[arg-type,index]
+            return self.permute(source, [inner[d] for d in dims], val)  # type: ignore
         return x if dims == list(range(len(dims))) else self.emit(aten.permute.default, x, dims, val=val)
 
     def cast(self, x: fx.Node, dtype: torch.dtype, val: Any = None) -> fx.Node:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -98,6 +99,11 @@ def faked(model: nn.Module, mode: FakeTensorMode, trainable: bool) -> Iterator[N
         yield
     finally:
         for module, attributes, parameters, buffers in saved:
-            for store, before in ((module.__dict__, attributes), (module._parameters, parameters), (module._buffers, buffers)):
+            stores: tuple[tuple[Any, Any], ...] = (
+                (module.__dict__, attributes),
+                (module._parameters, parameters),
+                (module._buffers, buffers),
+            )
+            for store, before in stores:
                 store.clear()
                 store.update(before)

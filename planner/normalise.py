@@ -37,7 +37,7 @@ def _drops_nothing(node: fx.Node) -> bool:
         return False
     default = schema[at].default_value if schema[at].has_default_value() else None
     chance = node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", default)
-    return chance == 0
+    return isinstance(chance, int | float) and chance == 0
 
 
 def _check_known(node: fx.Node, where: Callable[[fx.Node], str]) -> None:
@@ -66,7 +66,8 @@ def rewrite_node(b: Builder, node: fx.Node, where: Callable[[fx.Node], str]) -> 
     """
     args, kwargs = fx.map_arg((node.args, node.kwargs), b.made.__getitem__)
     if node.target is operator.getitem:
-        source, index = args
+        source: Any = args[0]
+        index: Any = args[1]
         if isinstance(source, tuple):
             return source[index]
         return b.emit(operator.getitem, source, index, val=node.meta["val"])

@@ -28,6 +28,11 @@ prims = torch.ops.prims
 Rewrite = Callable[[Builder, fx.Node, tuple[Any, ...], dict[str, Any]], Any]
 
 
+def _padded(args: tuple[Any, ...], defaults: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Positional arguments with the defaults of those left out."""
+    return args + defaults[len(args) :]
+
+
 def _to_copy(b: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
     return b.cast(args[0], node.meta["val"].dtype, node.meta["val"])
 
@@ -59,7 +64,7 @@ def _expand(b: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 def _slice(b: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    x, dim, start, end, step = (*args, *(None, 0, None, None, 1)[len(args) :])
+    x, dim, start, end, step = _padded(args, (None, 0, None, None, 1))
     shape = shape_of(x)
     dim = dim % len(shape)
     start, end, step = slice(start, end, step).indices(shape[dim])
@@ -190,7 +195,7 @@ def _rand(b: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 def _uniform_between(b: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    low, high = (*args[1:3], *(0.0, 1.0)[len(args[1:3]) :])
+    _, low, high = _padded(args[:3], (None, 0.0, 1.0))
     scaled = b.emit(aten.mul.Tensor, b.uniform(shape_of(node)), float(high - low))
     return b.cast(b.emit(aten.add.Tensor, scaled, float(low)), dtype_of(node))
 
@@ -209,7 +214,7 @@ def _randn(b: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 def _normal_scaled(b: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    mean, std = (*args[1:3], *(0.0, 1.0)[len(args[1:3]) :])
+    _, mean, std = _padded(args[:3], (None, 0.0, 1.0))
     scaled = b.emit(aten.mul.Tensor, _normal(b, node), float(std))
     return b.cast(b.emit(aten.add.Tensor, scaled, float(mean)), dtype_of(node))
 

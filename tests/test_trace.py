@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import subprocess
 import sys
-from functools import cache
 
 import pytest
 import torch
@@ -14,16 +13,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from meshwright.planner.ir.errors import InputError, TraceError
-from meshwright.planner.ir.graph import Capture
 from meshwright.planner.trace import capture
 from tests.helpers.models import ALL, EXTRA, ZOO, Case, loss_of
-from tests.helpers.run_capture import Ran, run
-
-
-@cache
-def captured(name: str) -> Capture:
-    case = ALL[name]
-    return capture(case.model(), kwargs=case.batch())
+from tests.helpers.run_capture import Ran, captured, run
 
 
 def eager(case: Case, model: nn.Module) -> Ran:

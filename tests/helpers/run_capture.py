@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,6 +11,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from meshwright.planner.ir.graph import Capture, GraphInput
+from meshwright.planner.trace import capture
+from tests.helpers.models import ALL
+
+
+@cache
+def captured(name: str) -> Capture:
+    """The training capture of a model of the zoo, made once per process."""
+    return capture(ALL[name].model(), kwargs=ALL[name].batch())
 
 
 @dataclass
