@@ -53,7 +53,7 @@ def regroup(src: Shape, dst: Shape) -> tuple[Factors, list[tuple[int, int]]]:
 
     >>> factors, _ = regroup((6, 4), (2, 12))
     >>> factors.ins, factors.outs, factors.sizes
-    ((((0, 0), (0, 1)), ((0, 2),)), (((0, 0),), ((0, 1), (0, 2))), {(0, 0): 2, (0, 1): 3, (0, 2): 4})
+    (((((0, 0), (0, 1)), ((0, 2),)),), ((((0, 0),), ((0, 1), (0, 2))),), {(0, 0): 2, (0, 1): 3, (0, 2): 4})
 
     Returns:
         The factors, and pairs of dims (of ``src``, of ``dst``) that begin runs without common factors
