@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
 import re
 from dataclasses import replace
 
 import pytest
 
-import meshwright.report.fold
-import meshwright.report.units
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.plan import Plan
 from meshwright.report.fold import fold
@@ -51,8 +48,3 @@ def test_numbers_inside_words_do_not_fold():
 def test_memory_text_that_is_no_size_is_an_input_error():
     with pytest.raises(InputError, match=re.escape("memory '80 apples' is not a positive size: write bytes, '60GB'")):
         parse_bytes("80 apples")
-
-
-@pytest.mark.parametrize("module", [meshwright.report.units, meshwright.report.fold])
-def test_examples_in_docstrings(module):
-    assert doctest.testmod(module).failed == 0
