@@ -8,7 +8,8 @@ Ops are joined only where no change of placement between them could pay:
 * matmul, attention, convolution and norms stand alone, with views and casts of their result behind them where those
   accept every placement that the kernel makes;
 * a view of a value that has other readers too goes to its one reader: both read the same redistributed copy. A view
-  that makes its input smaller stays with what makes the input, one that makes it larger goes to its reader.
+  that makes its input smaller stays with what makes the input, one that makes it larger goes to its reader. A cast to a
+  wider type is treated alike, and stands alone where it has several readers: what is redistributed is the narrow value.
 
 ``mm -> reshape -> add(residual) -> pow -> sum -> add eps -> rsqrt -> mul`` becomes
 ``[mm reshape] [add pow sum] [add rsqrt mul]``.
@@ -24,7 +25,7 @@ from meshwright.planner.ir.cluster import Cluster, ClusterGraph, ClusterRow
 from meshwright.planner.ir.graph import GraphInput, Op, OpGraph, Value
 from meshwright.planner.ir.spec import Placement, R, Row, S
 from meshwright.planner.join import join
-from meshwright.planner.kinds import kind_of
+from meshwright.planner.kinds import is_free, kind_of
 from meshwright.planner.strided import Lifted, RowsFor
 
 _FREE_ROLES = frozenset({"parameter", "input"})
@@ -162,10 +163,10 @@ class _Grouping:
             self._add(group, i, op)
         elif self._absorb(i, op, kind) or self._postpone(i, op, kind) or (kind in ("view", "cast") and self._trail(i, op, kind)):
             return
-        elif kind in ("pointwise", "cast", "reduction"):
+        elif kind in ("pointwise", "cast", "reduction") and not is_free(op):
             self._place_pointwise(i, op, kind)
         else:
-            style = {"view": "view", "creation": "pointwise"}.get(kind, "kernel")
+            style = {"view": "view", "cast": "view", "creation": "pointwise"}.get(kind, "kernel")
             group = self._new(style, op.phase)
             self._add(group, i, op)
             group.space = _space(op)

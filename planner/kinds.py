@@ -129,6 +129,15 @@ def kind_of(op: Op) -> str:
     return "pointwise" if kind == "reduction" and len(op.ins) > 1 else kind
 
 
+def is_free(op: Op) -> bool:
+    """Whether an op costs nothing by itself: a view, or a cast to a wider type, which each reader does as it reads."""
+    kind = kind_of(op)
+    if kind == "cast":
+        out = op.outs[0]
+        return out is not None and out.dtype.itemsize > op.ins[0].dtype.itemsize
+    return kind == "view"
+
+
 @lru_cache(maxsize=4096)
 def _parameters_of(target: str) -> tuple[tuple[str, bool, Any], ...]:
     op = overload(target)

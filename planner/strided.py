@@ -94,10 +94,23 @@ def _name(op: Op, is_in: bool, slot: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """Rows of all ops with one signature, with the linked dims of each row (None: not liftable)."""
+    """Rows of all ops with one signature.
+
+    Attributes:
+        rows: the rows.
+        links: linked dims of each row (None: not liftable).
+        seeds: the rows that turn split shards into plain ones, or back.
+    """
 
     rows: tuple[Row, ...]
     links: tuple[list[tuple[bool, int, int]] | None, ...]
+    seeds: tuple[Row, ...]
+
+    @classmethod
+    def of(cls, op: Op, rows: tuple[Row, ...]) -> _Rules:
+        placed = [[p for p in (*r.ins, *r.outs) if p is not None and p.is_shard] for r in rows]
+        seeds = tuple(r for r, at in zip(rows, placed, strict=True) if {p.split > 1 for p in at} == {True, False})
+        return cls(rows, tuple(linked_dims(op, r) for r in rows), seeds)
 
 
 class Lifted:
@@ -134,7 +147,7 @@ class Lifted:
         self._key[op.name] = key
         if key not in self._rules:
             rows = rows_for(op)
-            self._rules[key] = None if rows is None else _Rules(tuple(rows), tuple(linked_dims(op, r) for r in rows))
+            self._rules[key] = None if rows is None else _Rules.of(op, tuple(rows))
         return self._rules[key]
 
     # --- which splits matter ---
@@ -143,16 +156,14 @@ class Lifted:
         """Split shards that a view makes of, or into, a plain shard that some op wants."""
         for op in self._graph.ops:
             rule = self._rule_of[op.name]
-            if rule is None:
-                continue
-            for row in rule.rows:
+            for row in rule.seeds if rule is not None else ():
                 split = [(op.ins[i].name, p) for i, p in enumerate(row.ins) if p.split > 1]
                 split += [(_name(op, False, i), p) for i, p in enumerate(row.outs) if p is not None and p.split > 1]
                 plain = [(op.ins[i].name, p) for i, p in enumerate(row.ins) if p.is_shard and p.split == 1]
                 plain += [
                     (_name(op, False, i), p) for i, p in enumerate(row.outs) if p is not None and p.is_shard and p.split == 1
                 ]
-                if split and any(self._wanted(name, p, op.name) for name, p in plain):
+                if any(self._wanted(name, p, op.name) for name, p in plain):
                     yield from (((name, p.dim), p.split) for name, p in split)
 
     def _wanted(self, name: str, p: Placement, beside: str) -> bool:

@@ -16,7 +16,7 @@ from meshwright.planner.cost.formulas import compiled
 from meshwright.planner.ir.cluster import Cluster
 from meshwright.planner.ir.graph import Op
 from meshwright.planner.ir.hardware import Device
-from meshwright.planner.kinds import argument, kind_of, packet
+from meshwright.planner.kinds import argument, is_free, packet
 
 Local = np.ndarray
 """Local shape of one value for every candidate: int64 [candidates, dims]."""
@@ -188,7 +188,7 @@ def _cast_traffic(cluster: Cluster, shapes: ClusterShapes, rows: Sequence, index
     """Bytes that the casts of a placeholder read and write; its views are free."""
     total = np.zeros(len(index), dtype=np.int64)
     for i, op in enumerate(cluster.ops):
-        if kind_of(op) == "view":
+        if is_free(op):
             continue
         members = [r.members[i] for r in rows]
         for s, v in enumerate(op.ins):
@@ -202,8 +202,8 @@ def _cast_traffic(cluster: Cluster, shapes: ClusterShapes, rows: Sequence, index
 def cluster_seconds(cluster: Cluster, rows: Sequence, index: np.ndarray, sizes: tuple[int, ...], device: Device) -> np.ndarray:
     """Seconds of a cluster for every candidate.
 
-    A cluster is one kernel: the longer of its arithmetic and its memory traffic, plus a fixed time. Views alone cost
-    nothing; a placeholder costs its casts.
+    A cluster is one kernel: the longer of its arithmetic and its memory traffic, plus a fixed time. Views and casts to
+    wider types alone cost nothing; a placeholder costs its other casts.
 
     Args:
         cluster: what runs.
@@ -215,7 +215,7 @@ def cluster_seconds(cluster: Cluster, rows: Sequence, index: np.ndarray, sizes: 
     Returns:
         float64 [candidates].
     """
-    working = [op for op in cluster.ops if kind_of(op) != "view"]
+    working = [op for op in cluster.ops if not is_free(op)]
     if not working:
         return np.zeros(len(index))
     shapes = ClusterShapes(cluster, rows, sizes)
