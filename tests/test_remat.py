@@ -149,7 +149,7 @@ def test_work_done_again_grows_with_depth_only_linearly():
 
 
 def test_choice_is_fast():
-    """Measured: 0.3 s for the 6,200 ops of a 32-layer Llama."""
+    """Measured: all of save_few takes 1.2 s of CPU for the 6,248 ops of a 32-layer Llama, on a loaded machine."""
     graph = capture(Chain(40), (torch.randn(4, 16),)).graph
     start = time.process_time()
     choose_kept(graph)
