@@ -5,6 +5,9 @@
 runs the model once on fake tensors (no memory, no arithmetic) through ``torch.export`` and AOTAutograd, with the loss
 computed inside ``forward``, and puts the result into normal form (:mod:`~meshwright.planner.normalise`).
 
+Shapes and dtypes of ``meta["val"]`` are exact; strides are not, for copies that only changed the memory layout are
+dropped: whoever runs the ops makes inputs dense for the kernels that need it (``passes.local`` does).
+
 Source: PyTorch's ``aot_export_joint_with_descriptors``, whose descriptors name every input, output and gradient.
 """
 
