@@ -1,7 +1,7 @@
 """Named strategies as restrictions on the one problem.
 
-A strategy says, per mesh axis, how the batch, the parameters at rest and the parameters in use lie on it. Everything else
-(which op computes what, which collectives) is still solved for. Each is feasible for every model, because every cluster can
+A strategy says, per mesh axis, how the batch, the parameters at rest and the parameters in use lie on it, and whether
+computation follows the batch. Everything else (which op computes what, which collectives) is still solved for. Each is feasible for every model, because every cluster can
 run replicated: what a strategy cannot do to a parameter it leaves replicated, and says so in the plan's notes.
 
 ======== ================================ ================================================ =======================
@@ -26,6 +26,7 @@ from meshwright.planner.ir.graph import GraphInput
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.spec import Placements, R, S
 from meshwright.planner.solve.candidates import Candidate
+from meshwright.planner.solve.follow import rows_following_batch
 from meshwright.planner.solve.problem import Restriction
 from meshwright.planner.solve.tables import Tables
 
@@ -39,11 +40,13 @@ class AxisRule:
         rest: ``"sharded"`` (where possible), ``"whole"``, ``"preferred"`` (sharded where some op can use the shard as it
             is) or ``"free"``.
         use: ``"whole"`` (ops read whole parameters), ``"in place"`` (parameters are never gathered) or ``"free"``.
+        compute: ``"follows batch"`` (see :mod:`meshwright.planner.solve.follow`) or ``"free"``.
     """
 
     batch: str = "free"
     rest: str = "free"
     use: str = "free"
+    compute: str = "free"
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Strategy:
         return tuple(rules)
 
 
-_REPLICAS = AxisRule(batch="sharded", rest="whole", use="whole")
+_REPLICAS = AxisRule(batch="sharded", rest="whole", use="whole", compute="follows batch")
 
 # By name and by alias.
 STRATEGIES: Mapping[str, Strategy] = {
@@ -84,7 +87,7 @@ STRATEGIES: Mapping[str, Strategy] = {
         Strategy(
             "zero3",
             "parameters, gradients and optimizer state sharded, gathered for use",
-            AxisRule(batch="sharded", rest="sharded", use="whole"),
+            AxisRule(batch="sharded", rest="sharded", use="whole", compute="follows batch"),
             aliases=("fsdp",),
         ),
         Strategy("tp", "parameters sharded along the ops' own dims", _REPLICAS, AxisRule("whole", "preferred", "in place")),
@@ -139,6 +142,7 @@ def restrict(tables: Tables, rules: Sequence[AxisRule], name: str) -> Restrictio
     work.batch()
     work.rest()
     work.use()
+    work.compute()
     return Restriction(work.allowed, work.arcs, work.avoid, tuple(work.notes))
 
 
@@ -250,6 +254,21 @@ class _Work:
                 self.arcs[index] = np.array(
                     [not (axis in in_place and kind in _GATHERS) for axis, kind, _ in network.arcs], dtype=bool
                 )
+
+    def compute(self) -> None:
+        """Let every cluster that computes take the row that follows the batch."""
+        found = batch_size(self.tables)
+        for axis in self._axes("compute", "follows batch") if found is not None else ():
+            assert found is not None
+            rows = rows_following_batch(self.tables.clusters, found[1], self.tables.mesh.sizes[axis])
+            for choice, members in enumerate(self.tables.members):
+                if self.tables.first(choice).source is not None:
+                    continue
+                mask = np.zeros(len(self.tables.candidates[choice]), dtype=bool)
+                for row in {(rows[i].ins, rows[i].outs) for i in members}:
+                    mask |= np.array([(c.rows[axis].ins, c.rows[axis].outs) == row for c in self.tables.candidates[choice]])
+                if (mask & self.allowed.get(choice, mask)).any():
+                    self._keep(choice, mask)
 
 
 def _rest(candidate: Candidate) -> Placements:

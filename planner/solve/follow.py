@@ -1,0 +1,72 @@
+"""Data parallelism spelled out: which row each cluster takes over an axis when computation simply follows the batch.
+
+``input_ids S(0) -> embedding S(0) -> mm S(0) -> ... -> weight gradient P``: in execution order every cluster takes the row that
+moves the fewest bytes, given how its operands come out of the clusters before it and that parameters are whole. Sums over the
+batch come out partial and are completed where they are needed (a loss, the statistics of a batch norm).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshwright.planner.ir.cluster import Cluster, ClusterGraph, ClusterRow
+from meshwright.planner.ir.graph import Value
+from meshwright.planner.ir.spec import Placement, Placements, R, S
+from meshwright.planner.solve.candidates import even
+
+# Bytes moved by a change of placement, in units of the value's size. A slice is free but not taken without need; a sum is
+# completed rather than scattered, because what is scattered here would be gathered by the next reader.
+_GATHER, _REDUCE, _EXCHANGE, _SLICE = 1.0, 1.0, 1.5, 1e-3
+
+
+def rows_following_batch(clusters: ClusterGraph, batch: int, size: int) -> tuple[ClusterRow, ...]:
+    """The row of every cluster over one axis of ``size`` devices that shards the batch.
+
+    Args:
+        clusters: in execution order.
+        batch: length of dim 0 of the batch inputs.
+        size: devices along the axis.
+    """
+    made: dict[str, Placement] = {}
+    chosen: list[ClusterRow] = []
+    parameters = {v.name for c in clusters.clusters if c.source is not None and c.source.role == "parameter" for v in c.outs}
+    for cluster in clusters.clusters:
+        row = _at_rest(cluster, batch, size) if cluster.source is not None else _cheapest(cluster, made, parameters, size)
+        chosen.append(row)
+        made.update((v.name, p) for v, p in zip(cluster.outs, row.outs, strict=True))
+    return tuple(chosen)
+
+
+def _at_rest(cluster: Cluster, batch: int, size: int) -> ClusterRow:
+    """Batch inputs are cut along dim 0, everything else is whole."""
+    assert cluster.source is not None
+    value = cluster.source.value
+    cut = cluster.source.role == "input" and bool(value.shape) and value.shape[0] == batch
+    wanted = S(0) if cut else R
+    fits = [row for row in cluster.rows if row.rest == wanted and _is_even(cluster.outs, row.outs, size)]
+    return fits[0] if fits else cluster.rows[0]
+
+
+def _cheapest(cluster: Cluster, made: Mapping[str, Placement], parameters: set[str], size: int) -> ClusterRow:
+    def moved(row: ClusterRow) -> float:
+        if not (_is_even(cluster.ins, row.ins, size) and _is_even(cluster.outs, row.outs, size)):
+            return float("inf")
+        return sum(_moved(v, made[v.name], p, v.name in parameters) for v, p in zip(cluster.ins, row.ins, strict=True))
+
+    return min(cluster.rows, key=moved)
+
+
+def _moved(value: Value, src: Placement, dst: Placement, parameter: bool) -> float:
+    if src == dst:
+        return 0.0
+    if dst.is_partial or (parameter and dst != R):
+        return float("inf")
+    if src.is_replicate:
+        return _SLICE * value.size_bytes
+    if src.is_partial:
+        return (_REDUCE if dst.is_replicate else _REDUCE + _SLICE) * value.size_bytes
+    return (_GATHER if dst.is_replicate else _EXCHANGE) * value.size_bytes
+
+
+def _is_even(values: tuple[Value, ...], placements: Placements, size: int) -> bool:
+    return all(even(v.shape, (p,), (size,)) for v, p in zip(values, placements, strict=True))
