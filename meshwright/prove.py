@@ -285,7 +285,7 @@ def _says_less(row: Row, held: Sequence[Row]) -> bool:
 
 def _choices(value: Value, n: int, partial: tuple[Placement, ...]) -> list[Placement]:
     shards = [S(d) for d, size in enumerate(value.shape) if size > 1 and size % n == 0]
-    return [R, *shards, *(partial if value.dtype != torch.bool else ())]
+    return [R, *shards, *(partial if value.dtype != torch.bool and value.numel else ())]
 
 
 def _holds(op: Op, draws: Sequence[Sequence[torch.Tensor]], row: Row, n: int) -> bool:

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from meshwright import prove
+from meshwright.passes.local import run_local
 from meshwright.planner.ir.graph import Op
 from meshwright.planner.ir.mesh import MeshShape
+from meshwright.planner.ir.plan import OpSpec
+from meshwright.planner.ir.spec import R, S
 from meshwright.planner.rules import rows_for
 from tests.helpers.op_calls import FAMILIES, Call
 
@@ -49,3 +52,14 @@ def test_uneven_rows_hold_where_nothing_divides():
         op, inputs = prove.op_of_call(overload, torch.randn(7, 5), *args)
         uneven = [row for row in prove.prove_op(op, inputs, sizes=(2, 3, 4)) if row.uneven]
         assert len(uneven) == 2, op
+
+
+def test_random_shards_differ_and_replicas_agree_when_each_rank_draws_its_own():
+    op, _ = prove.op_of_call(torch.ops.meshwright.uniform.default, torch.tensor(7), 3, [8, 6], "", [], [], False)
+    spec, mesh = OpSpec(((R, R),), ((S(0), R),)), MeshShape.of(2, 2)
+    drawn = {
+        at: run_local(op, spec, mesh, at, [torch.tensor(7)], lambda target, *args: target(*args))[0]
+        for at in ((0, 0), (0, 1), (1, 0))
+    }
+    assert drawn[0, 0].shape == (4, 6)
+    assert torch.equal(drawn[0, 0], drawn[0, 1]) and not torch.equal(drawn[0, 0], drawn[1, 0])

@@ -129,7 +129,11 @@ KNOWN_GAPS = {
 }
 
 
-@pytest.mark.parametrize("family", [op_calls.pointwise, op_calls.views, op_calls.reductions], ids=lambda g: g.__name__)
+@pytest.mark.parametrize(
+    "family",
+    [op_calls.pointwise, op_calls.activations, op_calls.views, op_calls.cuts_and_joins, op_calls.reductions],
+    ids=lambda g: g.__name__,
+)
 def test_no_rule_misses_a_legal_row(family):
     torch.manual_seed(0)
     for overload, args, kwargs in family():

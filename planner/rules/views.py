@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from meshwright.planner.ir.graph import Op, Value
-from meshwright.planner.ir.spec import P, Placement, Row, S
+from meshwright.planner.ir.spec import P, Placement, R, Row, S
 from meshwright.planner.rules.factors import Dims, Factors, factor_rows, linear_rows, summable
 from meshwright.planner.rules.registry import Rows, rule
 
@@ -266,16 +266,20 @@ def split(op: Op) -> Rows:
 
 
 @rule("aten.cat.default")
-def cat(op: Op) -> Rows | None:
-    """As the split, backwards: ``S(d),S(d),S(d) -> S(d;3)`` of equal pieces."""
+def cat(op: Op) -> Rows:
+    """As the split, backwards: ``S(d),S(d),S(d) -> S(d;3)`` of equal pieces.
+
+    An empty 1-D tensor may be joined to anything (a cache that holds nothing yet) and stays whole.
+    """
     out = _out(op)
-    if any(len(v.shape) != len(out.shape) for v in op.ins):
-        return None
     dim = _norm(op.arg(1, 0), len(out.shape))
-    return _pieces(op, dim, [v.shape[dim] for v in op.ins], joined=out, join=True)
+    full = [v.shape != (0,) or len(out.shape) == 1 for v in op.ins]
+    lengths = [v.shape[dim] for v, is_full in zip(op.ins, full, strict=True) if is_full]
+    rows = _pieces(op, dim, lengths, joined=out, join=True)
+    return [Row(tuple(r.ins[0] if is_full else R for is_full in full), r.outs) for r in rows]
 
 
-def _pieces(op: Op, dim: int, lengths: list[int], *, joined: Value, join: bool) -> Rows:
+def _pieces(op: Op, dim: int, lengths: list[int], *, joined: Value, join: bool) -> list[Row]:
     count = len(lengths)
 
     def row(whole: Placement, piece: Placement) -> Row:

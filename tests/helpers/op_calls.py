@@ -85,6 +85,9 @@ def pointwise() -> Iterator[Call]:
     yield call(aten._to_copy.default, i(6, 4, 6), dtype=torch.float64)
     yield call(aten._to_copy.default, b(6, 4), dtype=torch.float64)
     yield call(aten._to_copy.default, f(6, 4), dtype=torch.bool)
+
+
+def activations() -> Iterator[Call]:
     for op in (aten.exp, aten.tanh, aten.sigmoid, aten.relu, aten.silu, aten.abs, aten.cos, aten.erf, aten.sign):
         yield call(op.default, f(6, 7))
     for op in (aten.log, aten.sqrt, aten.rsqrt, aten.reciprocal):
@@ -129,6 +132,9 @@ def views() -> Iterator[Call]:
     yield call(aten.permute.default, f(6, 4, 2, 3), [3, 0, -2, 1])
     yield call(aten.expand.default, f(1, 6, 1), [4, 6, 12])
     yield call(aten.expand.default, f(6), [4, 2, 6])
+
+
+def cuts_and_joins() -> Iterator[Call]:
     yield call(aten.select.int, f(3, 6, 4), 0, 1)
     yield call(aten.select.int, f(6, 4, 3), -1, 2)
     yield call(aten.select_backward.default, f(6, 4), [6, 3, 4], 1, 2)
@@ -148,6 +154,8 @@ def views() -> Iterator[Call]:
     yield call(aten.cat.default, [f(4, 6), f(4, 6)], 1)
     yield call(aten.cat.default, [f(4, 6), f(2, 6), f(6, 6)])
     yield call(aten.cat.default, [b(4, 6), b(4, 6)], -1)
+    yield call(aten.cat.default, [f(0), f(4, 6)], 1)
+    yield call(aten.cat.default, [f(4), f(0), f(2)])
     yield call(aten.stack.default, [f(4, 6), f(4, 6)], 1)
     yield call(aten.unbind.int, f(3, 4, 6))
     yield call(aten.flip.default, f(4, 6), [1])
@@ -343,7 +351,9 @@ def creation() -> Iterator[Call]:
 FAMILIES = (
     matmul,
     pointwise,
+    activations,
     views,
+    cuts_and_joins,
     reductions,
     normalization,
     convolution,
