@@ -273,7 +273,7 @@ def cat(op: Op) -> Rows:
     """
     out = _out(op)
     dim = _norm(op.arg(1, 0), len(out.shape))
-    full = [v.shape != (0,) or len(out.shape) == 1 for v in op.ins]
+    full = [v.shape != (0,) for v in op.ins]
     lengths = [v.shape[dim] for v, is_full in zip(op.ins, full, strict=True) if is_full]
     rows = _pieces(op, dim, lengths, joined=out, join=True)
     return [Row(tuple(r.ins[0] if is_full else R for is_full in full), r.outs) for r in rows]
