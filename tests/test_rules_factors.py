@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
+
 import pytest
 import torch
 
 from meshwright import prove
 from meshwright.planner.ir.graph import Op, Value
-from meshwright.planner.rules import einsum, rows_for
+from meshwright.planner.rules import einsum, rows_for, views
 from meshwright.planner.rules.views import regroup
 
 aten = torch.ops.aten
@@ -108,3 +110,10 @@ def test_attention_of_other_devices_has_the_same_rows(target: str):
     rows = rows_for(op)
     assert rows is not None and [str(r.ins[0]) for r in rows[1:]] == CUDA_ATTENTION[target]
     assert all(str(r.outs[2]) == "R" for r in rows)
+
+
+@pytest.mark.parametrize("module", [prove, views], ids=lambda m: m.__name__)
+def test_examples_in_docstrings_run(module):
+    torch.manual_seed(0)
+    tried = doctest.testmod(module)
+    assert tried.attempted > 0 and tried.failed == 0
