@@ -22,7 +22,7 @@ from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.planner import decompose
+from meshwright.planner import decompose, masks
 from meshwright.planner.assemble import Assembly
 from meshwright.planner.explain import explained
 from meshwright.planner.faking import buffer_names, fake_like, faked, parameter_names
@@ -156,6 +156,12 @@ def _no_fused_modules() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
+def _gives_positions(call: Call) -> bool:
+    """Whether the call passes position ids, as far as names tell: several positional tensors might be some."""
+    names = [call.names[i] for i in call.tensor_at]
+    return any("position" in name for name in names) or sum(name.startswith("args[") for name in names) > 1
+
+
 def _joint_graph(program: _Program, call: Call, mode: FakeTensorMode, training: bool) -> tuple[nn.Module, fx.GraphModule]:
     inputs = tuple(
         fake_like(call.leaves[i], mode, requires_grad=training and call.leaves[i].requires_grad) for i in call.tensor_at
@@ -164,6 +170,7 @@ def _joint_graph(program: _Program, call: Call, mode: FakeTensorMode, training: 
         stack.enter_context(mode)
         stack.enter_context(torch.set_grad_enabled(training))
         stack.enter_context(_no_fused_modules())
+        stack.enter_context(masks.as_in_eager(_gives_positions(call)))
         exported = _exported(program, inputs)
         joint = aot_export_joint_with_descriptors(stack, exported, inputs, decompositions=decompose.table())
         return exported, joint.graph_module

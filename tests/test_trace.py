@@ -508,3 +508,25 @@ def test_wrong_arguments_are_input_errors(model, args, kwargs, options, words):
 
 def test_zoo_and_extra_have_no_name_in_common():
     assert not ZOO.keys() & EXTRA.keys()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
+def test_a_causal_mask_without_padding_is_not_written_out(name):
+    case = ZOO[name]
+    batch = {k: v for k, v in case.batch().items() if k != "attention_mask"}
+    graph = capture(case.model(), kwargs=batch).graph
+    attention = [op for op in graph.ops if op.target.startswith("aten._scaled_dot_product") and op.phase == "forward"]
+    assert attention
+    seq = batch["input_ids"].shape[1]
+    assert not any(v.dtype == torch.bool and v.shape[-2:] == (seq, seq) for op in graph.ops for v in op.outs if v is not None)
+
+
+def test_position_ids_from_the_user_keep_the_mask_that_separates_packed_sequences():
+    case = ZOO["llama"]
+    batch = case.batch()
+    rows, seq = batch["input_ids"].shape
+    packed = torch.cat([torch.arange(seq // 2)] * 2).expand(rows, seq).contiguous()
+    batch = {k: v for k, v in batch.items() if k != "attention_mask"} | {"position_ids": packed}
+    model = case.model()
+    found, expected = run(capture(model, kwargs=batch), model, **batch).output, model(**batch)
+    torch.testing.assert_close(loss_of(found), loss_of(expected), rtol=1e-5, atol=0)
