@@ -43,6 +43,8 @@ from meshwright.planner.solve.tables import Tables, build_tables
 __all__ = ["STRATEGIES", "Options", "make_plan", "strategy_named"]
 
 _ON_MISSING_RULE = ("replicate", "error")
+# What the strategies beside the plan are worth: they are for comparison, and stop at a wider gap.
+_COMPARED = Effort(gap=3e-2, nodes=20)
 
 
 @dataclass(frozen=True)
@@ -196,13 +198,13 @@ class _Search:
             return self.demands
         return [(f"strategy {strategy.name!r}", restrict(self.tables, strategy.rules(self.mesh), strategy.name)), *self.demands]
 
-    def _solve(self, name: str, *, limited: bool = True) -> _Found | None:
+    def _solve(self, name: str, *, limited: bool = True, effort: Effort | None = None) -> _Found | None:
         """The strategy's best plan; None where none fits."""
         whole = Restriction()
         for _, part in self._parts(name):
             whole = whole.merged(part)
         problem = self.tables.problem if limited else replace(self.tables.problem, memory_limit_bytes=None)
-        solution = optimise(problem, whole, self.tables.cache, self.options.effort)
+        solution = optimise(problem, whole, self.tables.cache, effort or self.options.effort)
         if solution is None:
             return None
         outcome = price(problem, whole, solution.chosen)
@@ -237,9 +239,9 @@ class _Search:
 
     def _alternative(self, name: str) -> tuple[Alternative, _Found | None]:
         try:
-            found = self._solve(name)
+            found = self._solve(name, effort=_COMPARED)
             fits = found is not None
-            found = found or self._solve(name, limited=False)
+            found = found or self._solve(name, limited=False, effort=_COMPARED)
         except InputError as e:
             return Alternative(name, False, None, None, str(e)), None
         if found is None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import datetime
+import os
 from dataclasses import dataclass
 
 import numpy as np
 from ortools.graph.python import max_flow
 from ortools.math_opt import callback_pb2, model_parameters_pb2, model_pb2, parameters_pb2, result_pb2
 from ortools.math_opt.core.python import solver as core
+
+# Level of MESHWRIGHT_DEBUG from which the solver's own log is printed.
+_DEBUG_SOLVER_LOG = 5
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ def _parameters(
     """Presolve off and the dual simplex: the fastest for flow-form problems (measured). Threads are left alone: HiGHS
     refuses another number of threads later in the same process."""
     params = parameters_pb2.SolveParametersProto(presolve=parameters_pb2.EMPHASIS_OFF)
+    params.enable_output = int(os.environ.get("MESHWRIGHT_DEBUG") or 0) >= _DEBUG_SOLVER_LOG
     if not integer:
         params.lp_algorithm = parameters_pb2.LP_ALGORITHM_DUAL_SIMPLEX
     elif gap is not None:

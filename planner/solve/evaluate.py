@@ -71,12 +71,17 @@ def evaluate(plan: Plan, graph: OpGraph, clusters: ClusterGraph, costs: Costs, s
     return Evaluation(outcome, _grouped(found), tuple(seconds))
 
 
-def _grouped(found: Mapping[tuple, int]) -> tuple[Collective, ...]:
-    counts: dict[tuple, int] = {}
-    for (*key, _phase), n in found.items():
-        if key[0] in COLLECTIVES:
-            counts[tuple(key)] = counts.get(tuple(key), 0) + n
-    return tuple(Collective(*key, count=n) for key, n in sorted(counts.items()))
+# (kind, axis, bytes, seconds, hidden, phase)
+_Step = tuple[str, int, int, float, bool, str]
+
+
+def _grouped(found: Mapping[_Step, int]) -> tuple[Collective, ...]:
+    counts: dict[tuple[str, int, int, float, bool], int] = {}
+    for (kind, axis, size, seconds, hidden, _), n in found.items():
+        if kind in COLLECTIVES:
+            key = (kind, axis, size, seconds, hidden)
+            counts[key] = counts.get(key, 0) + n
+    return tuple(Collective(*key, n) for key, n in sorted(counts.items()))
 
 
 @dataclass
@@ -133,10 +138,10 @@ class _Walk:
 
     # --- communication ---
 
-    def collectives(self) -> dict[tuple, int]:
-        """(kind, axis, bytes, seconds, hidden, phase) to how often, slices included."""
+    def collectives(self) -> dict[_Step, int]:
+        """How often each step is taken, slices included."""
         hides = self._hidden()
-        counts: dict[tuple, int] = {}
+        counts: dict[_Step, int] = {}
         for step in planned_steps(self.plan, self.graph):
             key = (*self._priced(step), (step.value.name, step.phase) in hides, step.phase)
             counts[key] = counts.get(key, 0) + 1

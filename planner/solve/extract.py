@@ -115,11 +115,11 @@ def _outputs(tables: Tables, picked: Sequence[Candidate], paths: _Paths) -> tupl
 
 def collectives(tables: Tables, outcome: Outcome) -> tuple[Collective, ...]:
     """The collectives of one step, equal ones counted, by kind, axis and size."""
-    counts: dict[tuple, int] = {}
+    counts: dict[tuple[str, int, int, float, bool], int] = {}
     for index, flow in enumerate(tables.problem.flows):
         for arc in outcome.trees[index]:
             axis, kind, size = tables.networks[index].arcs[arc]
             if kind in COLLECTIVES:
                 key = (kind, axis, size, float(flow.network.seconds[arc]), flow.hidden)
                 counts[key] = counts.get(key, 0) + flow.count
-    return tuple(Collective(*key, count=n) for key, n in sorted(counts.items()))
+    return tuple(Collective(*key, n) for key, n in sorted(counts.items()))

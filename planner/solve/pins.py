@@ -16,7 +16,7 @@ from meshwright.planner.ir.cluster import ClusterGraph
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.graph import OpGraph
 from meshwright.planner.ir.mesh import MeshShape
-from meshwright.planner.ir.spec import Placements, R, format_placements, parse_placements
+from meshwright.planner.ir.spec import Placement, Placements, R, format_placements, parse_placements
 from meshwright.planner.solve.candidates import Candidate
 from meshwright.planner.solve.problem import Restriction
 from meshwright.planner.solve.tables import Tables
@@ -59,7 +59,7 @@ class Pin:
         return ", ".join(texts[:_SHOWN]) + (f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")
 
 
-def _first_result(outs: Sequence) -> object:
+def _first_result(outs: Sequence[Placement | None]) -> Placement:
     return next((p for p in outs if p is not None), R)
 
 

@@ -127,7 +127,9 @@ class _Rows:
         entries = np.bincount(inverse, weights=self._entries, minlength=len(unique))
         kept = np.abs(entries) > 0
         return LinearProgram(
-            *(np.array(v, dtype=float) for v in (self.cost, self.lower, self.upper)),
+            np.array(self.cost, dtype=float),
+            np.array(self.lower, dtype=float),
+            np.array(self.upper, dtype=float),
             np.array(self.integer, dtype=bool),
             np.array(self.row_lower, dtype=float),
             np.array(self.row_upper, dtype=float),

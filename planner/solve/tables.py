@@ -163,7 +163,7 @@ def _choice(
 def _tie_memory(choices: Sequence[Choice]) -> float:
     """Seconds per byte such that all static memory together weighs 1e-6 of the compute."""
     compute = sum(c.count * float(np.median(c.compute_s)) for c in choices)
-    static = sum(float(sum(c.memory_bytes.values()).max()) for c in choices if c.memory_bytes)  # type: ignore[union-attr]
+    static = sum(float(np.sum(list(c.memory_bytes.values()), axis=0).max()) for c in choices if c.memory_bytes)
     return 1e-6 * compute / static if static else 0.0
 
 
@@ -213,7 +213,7 @@ class _Flows:
 
     def groups(self) -> list[_Group]:
         """Values by producing class, result, phase and readers, in execution order."""
-        found: dict[tuple, list[str]] = {}
+        found: dict[tuple[int, int, str, tuple[Reader, ...]], list[str]] = {}
         for i, cluster in enumerate(self._clusters.clusters):
             for slot, value in enumerate(cluster.outs):
                 for phase in SEGMENTS:
@@ -221,7 +221,11 @@ class _Flows:
                     if readers:
                         key = (self._class_of[i], slot, phase, tuple(sorted(readers)))
                         found.setdefault(key, []).append(value.name)
-        return [_Group(*key, tuple(names)) for key, names in found.items() if self._matters(*key)]
+        return [
+            _Group(supply, slot, phase, readers, tuple(names))
+            for (supply, slot, phase, readers), names in found.items()
+            if self._matters(supply, slot, readers)
+        ]
 
     def _made(self, supply: int, slot: int) -> list[Placements]:
         return [c.outs[slot] for c in self._candidates[supply]]
@@ -235,7 +239,7 @@ class _Flows:
             return [c.rest or () for c in self._candidates[choice]]
         return [(R,) * len(self._sizes)] if kind == "whole" else []
 
-    def _matters(self, supply: int, slot: int, phase: str, readers: tuple[Reader, ...]) -> bool:
+    def _matters(self, supply: int, slot: int, readers: tuple[Reader, ...]) -> bool:
         """Whether any choice could need a step."""
         made = set(self._made(supply, slot))
         if len(made) > 1:
