@@ -46,9 +46,9 @@ def _op_lines(op: Op, rows: Sequence[Row], where: list[tuple[bool, int]]) -> lis
     for row in rows:
         placed: dict[str, Placement] = {}
         if all(placed.setdefault(v.name, p) == p for v, p in zip(op.ins, row.ins, strict=True)):
-            at = tuple(row.ins[slot] if is_in else row.outs[slot] for is_in, slot in where)
+            at = [row.ins[slot] if is_in else row.outs[slot] for is_in, slot in where]
             if None not in at:
-                lines.append((at, row))
+                lines.append((tuple(p for p in at if p is not None), row))
     return lines
 
 
