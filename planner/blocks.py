@@ -2,9 +2,9 @@
 
 Clusters that look alike, and whose surroundings look alike, get one class: colour refinement over the cluster graph.
 The first colour of a cluster is what it computes; each round adds the colours of what it reads (by slot) and of what
-reads it, a parameter counting as a reader of its gradient. Names of modules play no part. After a bounded number of
-rounds the layers in the middle of a stack still share their colours, the first and the last ones do too unless they differ
-within that distance; that is wanted: few decisions.
+reads it, a parameter counting as a reader of its gradient. Names of modules play no part. After a few rounds the layers
+of a stack share their colours, but for the places where the first and the last ones meet something else: the number of
+classes does not grow with depth.
 
 Two clusters of one class have equal ins, outs and rows, in order, so giving them one candidate is always legal. Ties
 only restrict the choice; that they lose nothing is measured, not proved.
@@ -20,8 +20,11 @@ from typing import Any
 from meshwright.planner.ir.cluster import Cluster, ClusterGraph
 from meshwright.planner.kinds import signature_of
 
-ROUNDS = 2
-"""Rounds of refinement: how far, in clusters, the surroundings must look alike."""
+ROUNDS = 1
+"""Rounds of refinement: how far, in clusters, the surroundings must look alike; placeholders look one further, past the
+kernels that read them, so that the two weights of a square MLP are told apart.
+
+Measured: one round and two gave the untied optimum to every digit shown (Llama-3-8B, 2 and 6 layers, 8x8)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +129,14 @@ def colours(graph: ClusterGraph, rounds: int = ROUNDS) -> list[int]:
         colour((key[:-1] if isinstance(key, tuple) else key, rows[id(c.rows)], tuple(sorted(results[i]))))
         for i, (c, key) in enumerate(zip(graph.clusters, keys, strict=True))
     ]
+
+    def refined(i: int) -> int:
+        sources = tuple((now[j], k) for j, k in makers[i])
+        return colour((now[i], sources, tuple(sorted(Counter((k, now[j], slot) for k, j, slot in readers[i]).items()))))
+
     for _ in range(rounds):
-        now = [
-            colour(
-                (
-                    now[i],
-                    tuple((now[j], k) for j, k in makers[i]),
-                    tuple(sorted(Counter((k, now[j], slot) for k, j, slot in readers[i]).items())),
-                )
-            )
-            for i in range(len(now))
-        ]
+        now = [refined(i) for i in range(len(now))]
+    now = [refined(i) if c.source is not None else now[i] for i, c in enumerate(graph.clusters)]
     return now
 
 

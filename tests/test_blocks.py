@@ -15,10 +15,10 @@ from tests.helpers.sketch import Sketch
 from tests.test_fuse import random_graph
 
 
-def stack(layers: int, *, hidden: int = 16, odd: int | None = None) -> OpGraph:
+def stack(layers: int, *, hidden: int = 16, batch: int = 8, odd: int | None = None) -> OpGraph:
     """A stack of two-matmul residual blocks with a hand-written backward; layer ``odd`` has gelu for relu."""
     s = Sketch()
-    h = s.op("aten.mm.default", s.input("x", (8, hidden)), s.parameter("first", (hidden, hidden)))
+    h = s.op("aten.mm.default", s.input("x", (batch, hidden)), s.parameter("first", (hidden, hidden)))
     kept = []
     for i in range(layers):
         w = s.parameter(f"block.{i}.w", (hidden, hidden))
@@ -27,7 +27,7 @@ def stack(layers: int, *, hidden: int = 16, odd: int | None = None) -> OpGraph:
         h = s.op("aten.add.Tensor", h, s.op(f"aten.{'gelu' if i == odd else 'relu'}.default", y))
     loss = s.op("aten.sum.dim_IntList", h, [0, 1])
     s.backward()
-    g = s.op("aten.expand.default", s.placeholder("t", (), "tangent"), [8, hidden])
+    g = s.op("aten.expand.default", s.placeholder("t", (), "tangent"), [batch, hidden])
     for i, (x, w, y) in reversed(list(enumerate(kept))):
         dy = s.op("aten.threshold_backward.default", g, y, 0.0)
         s.gradient(s.op("aten.mm.default", s.op("aten.permute.default", x, [1, 0]), dy), f"block.{i}.w")

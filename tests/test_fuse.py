@@ -55,11 +55,11 @@ def norm(s: Sketch, x, w):
     return s.op("aten.mul.Tensor", w, s.op("aten.mul.Tensor", x, scale))
 
 
-def block(s: Sketch, x, layer: int = 0):
+def block(s: Sketch, x, layer: int = 0, wide: int = 32):
     """A norm, two matmuls and a residual: [B, S, H] -> [B, S, H]."""
     batch, seq, hidden = x.shape
     w, up, down = (
-        s.parameter(f"{n}{layer}", shape) for n, shape in (("w", (hidden,)), ("up", (32, hidden)), ("down", (hidden, 32)))
+        s.parameter(f"{n}{layer}", shape) for n, shape in (("w", (hidden,)), ("up", (wide, hidden)), ("down", (hidden, wide)))
     )
     flat = s.op("aten.reshape.default", norm(s, x, w), [batch * seq, hidden])
     h = s.op("aten.silu.default", s.op("aten.mm.default", flat, s.op("aten.permute.default", up, [1, 0])))
@@ -161,13 +161,13 @@ def test_an_unused_parameter_has_a_cluster_without_results():
     assert idle.outs == () and {r.rest for r in idle.rows} == {R, S(0), S(1)}
 
 
-def random_graph(rng: random.Random, size: int) -> OpGraph:
-    """A random program of matmuls, element-wise ops, sums, broadcasts and transposes over 8 x 8."""
+def random_graph(rng: random.Random, ops: int, size: int = 8) -> OpGraph:
+    """A random program of matmuls, element-wise ops, sums, broadcasts and transposes over size x size."""
     s = Sketch()
-    values = [s.input("x", (8, 8)), s.parameter("w", (8, 8))]
+    values = [s.input("x", (size, size)), s.parameter("w", (size, size))]
     columns = []
-    for i in range(size):
-        if i == size // 2:
+    for i in range(ops):
+        if i == ops // 2:
             s.backward()
         a, b = rng.choice(values), rng.choice(values)
         pick = rng.choice(["mm", "add", "mul", "relu", "permute", "sum", "broadcast", "cast"])
