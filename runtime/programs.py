@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,9 @@ class Request:
     precision: str | None
     pins: Mapping[str, Placements]
 
+
+_LOWERING = threading.Lock()
+"""Ranks that are threads of one process share a capture's fake mode, which takes one thread at a time."""
 
 Replan = Callable[[Request], tuple[Capture, Plan]]
 
@@ -143,7 +147,8 @@ def bind_program(
         InputError: the plan is for another program or another mesh.
     """
     check_plan(capture, plan, mesh_shape(mesh))
-    local = lower(capture, plan, coordinate_of(mesh), group_names(mesh), device=device_of(mesh))
+    with _LOWERING:
+        local = lower(capture, plan, coordinate_of(mesh), group_names(mesh), device=device_of(mesh))
     local = use_device_kernels(local, device_of(mesh))
     forward, backward = compile_program(local, capture) if compile else (local.forward.forward, _forward_of(local.backward))
     placeholders, plain = binder.captured(capture)

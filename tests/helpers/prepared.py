@@ -64,4 +64,4 @@ def reference(name: str) -> Reference:
 def trial(name: str, sizes: tuple[int, ...], strategy: str) -> Trial:
     """A model, mesh and strategy to compare with one process."""
     label = f"{name} {strategy} on {'x'.join(map(str, sizes))}"
-    return Trial(label, ALL[name], captured(name), planned(name, sizes, strategy), reference(name))
+    return Trial(label, ALL[name], ALL[name].model(), captured(name), planned(name, sizes, strategy), reference(name))

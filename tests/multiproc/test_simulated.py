@@ -31,4 +31,4 @@ def test_a_vocabulary_of_30522_on_2x4_equals_one_process(strategy):
     capture = trace.capture(case.model(), (), case.batch())
     options = search.Options(strategy=strategy, alternatives=False)
     plan = search.make_plan(capture, mesh, toy_hardware(mesh), options)
-    assert_equal([Trial(strategy, case, capture, plan, reference_of(case))])
+    assert_equal([Trial(strategy, case, case.model(), capture, plan, reference_of(case))])
