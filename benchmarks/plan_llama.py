@@ -95,11 +95,15 @@ def table(found: dict[str, Any]) -> str:
     """The figures for people."""
     lines = [f"{found['mesh']}, {found['layers']} layers, {found['ops']} ops, {found['folded']}"]
     lines += [f"  {phase:14} {s:8.2f} s" for phase, s in found["seconds"].items()]
-    lines.append(f"  {'total':14} {found['total_s']:8.2f} s   = {found['total_s'] / TARGET_S:.2f} of the target of {TARGET_S:g} s")
+    lines.append(
+        f"  {'total':14} {found['total_s']:8.2f} s   = {found['total_s'] / TARGET_S:.2f} of the target of {TARGET_S:g} s"
+    )
     lines.append(
         f"  {'peak memory':14} {found['peak_rss_gb']:8.2f} GB  = {found['peak_rss_gb'] / TARGET_GB:.2f} of the target of {TARGET_GB:g} GB"
     )
-    lines.append(f"  {found['variables']} variables, {found['constraints']} constraints, solved by {found['method']}, gap {found['gap']:.2%}")
+    lines.append(
+        f"  {found['variables']} variables, {found['constraints']} constraints, solved by {found['method']}, gap {found['gap']:.2%}"
+    )
     lines.append(
         f"  step {found['step_time_s']:.3f} s (compute {found['compute_s']:.3f}, exposed {found['exposed_s']:.3f}, "
         f"hidden {found['hidden_s']:.3f}), {found['peak_memory_gb']} GB per device {found['memory_gb']}"

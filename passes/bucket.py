@@ -136,7 +136,8 @@ def _merge(gm: fx.GraphModule, bucket: _Bucket, name: str) -> None:
 def _issue(emit: Emitter, members: list[fx.Node], step: Step, rows: int) -> fx.Node:
     """One collective of ``[rows, total]`` (all_gather: ``[1, total]``) in place of the members'."""
     lead = rows if step.kind == "reduce_scatter" else 1
-    flat = [emit(aten.reshape.default, m.args[0], [lead, m.args[0].meta["val"].numel() // lead]) for m in members]
+    given = [m.all_input_nodes[0] for m in members]
+    flat = [emit(aten.reshape.default, g, [lead, g.meta["val"].numel() // lead]) for g in given]
     buffer = emit(aten.cat.default, flat, 1)
     return emit(members[0].target, buffer, *members[0].args[1:])
 

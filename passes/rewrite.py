@@ -118,7 +118,7 @@ class _Rewriter:
             error.add_note(f"while lowering {op} with {spec}{f', from {op.source}' if op.source else ''}")
             raise
         for value, placements, node in zip(op.outs, spec.outs, results, strict=True):
-            if value is None or placements is None:
+            if value is None or placements is None or node is None:
                 continue
             self.check_shape(op, value, placements, node)
             if node.meta.get("op") == op.name and "value" not in node.meta:

@@ -7,8 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.mesh import Cluster, MeshShape
