@@ -44,7 +44,8 @@ def _hang(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fn", "message"), [(_raise_on_one, "rank one is unhappy"), (_die_on_one, "exit code 7"), (_hang, "did not finish within 2 s")]
+    ("fn", "message"),
+    [(_raise_on_one, "rank one is unhappy"), (_die_on_one, "exit code 7"), (_hang, "did not finish within 2 s")],
 )
 def test_a_rank_that_fails_dies_or_hangs_ends_all_in_time(fn, message):
     start = time.monotonic()

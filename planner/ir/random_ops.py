@@ -36,7 +36,6 @@ def _draw(shape: Sequence[int], device: torch.device, *numbers: int) -> torch.Te
     return torch.rand(tuple(shape), generator=generator, device=device, dtype=torch.float32)
 
 
-@torch.library.custom_op("meshwright::uniform", mutates_args=(), schema=_SCHEMA)
 def uniform(
     seed: torch.Tensor,
     salt: int,
@@ -66,7 +65,22 @@ def uniform(
     return _draw(piece, seed.device, int(seed), salt, *index)
 
 
-@uniform.register_fake
-def _(seed, salt, shape, placements, sizes, coordinate, exact):
+def _uniform_fake(
+    seed: torch.Tensor,
+    salt: int,
+    shape: Sequence[int],
+    placements: str,
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+    exact: bool,
+) -> torch.Tensor:
     piece = local_shape(shape, parse_placements(placements), sizes, coordinate)
     return torch.empty(piece, dtype=torch.float32, device=seed.device)
+
+
+# Not torch.library.custom_op: it adds an autograd kernel in Python that every call passes through (a forked rank once
+# crashed in it), and there is nothing to differentiate.
+_LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
+_LIBRARY.define(f"uniform{_SCHEMA}", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.impl("uniform", uniform, "CompositeExplicitAutograd")
+torch.library.register_fake("meshwright::uniform", _uniform_fake, lib=_LIBRARY)

@@ -64,7 +64,9 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 180.0
                 conn.close()
 
 
-def _child(conn: Connection, rank: int, n: int, folder: str, timeout: float, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _child(
+    conn: Connection, rank: int, n: int, folder: str, timeout: float, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     status = 0
     try:
