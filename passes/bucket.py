@@ -137,7 +137,8 @@ def _issue(emit: Emitter, members: list[fx.Node], step: Step, rows: int) -> fx.N
     """One collective of ``[rows, total]`` (all_gather: ``[1, total]``) in place of the members'."""
     lead = rows if step.kind == "reduce_scatter" else 1
     given = [m.all_input_nodes[0] for m in members]
-    flat = [emit(aten.reshape.default, g, [lead, g.meta["val"].numel() // lead]) for g in given]
+    operands = [m.all_input_nodes[0] for m in members]
+    flat = [emit(aten.reshape.default, x, [lead, x.meta["val"].numel() // lead]) for x in operands]
     buffer = emit(aten.cat.default, flat, 1)
     return emit(members[0].target, buffer, *members[0].args[1:])
 
