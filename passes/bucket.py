@@ -136,7 +136,6 @@ def _merge(gm: fx.GraphModule, bucket: _Bucket, name: str) -> None:
 def _issue(emit: Emitter, members: list[fx.Node], step: Step, rows: int) -> fx.Node:
     """One collective of ``[rows, total]`` (all_gather: ``[1, total]``) in place of the members'."""
     lead = rows if step.kind == "reduce_scatter" else 1
-    given = [m.all_input_nodes[0] for m in members]
     operands = [m.all_input_nodes[0] for m in members]
     flat = [emit(aten.reshape.default, x, [lead, x.meta["val"].numel() // lead]) for x in operands]
     buffer = emit(aten.cat.default, flat, 1)
