@@ -177,15 +177,19 @@ class _Rewriter:
         return copy
 
 
-def save_few(capture: Capture) -> Capture:
+def save_few(capture: Capture, kept: set[str] | None = None) -> Capture:
     """The same program, with fewer bytes kept between forward and backward.
 
     ``OpGraph.saved`` of the result is what is kept. Results are bitwise the same. A capture without a backward is
     returned as it is.
+
+    Args:
+        capture: the program.
+        kept: names of the forward values to keep; None: those of :func:`choose_kept`.
     """
     if not capture.training:
         return capture
-    graph = _Rewriter(capture, choose_kept(capture.graph)).run()
+    graph = _Rewriter(capture, choose_kept(capture.graph) if kept is None else kept).run()
     view = OpGraph(capture.graph.inputs, ops_of(graph), _outputs(capture, graph))
     return dataclasses.replace(capture, gm=fx.GraphModule(nn.Module(), graph, class_name="JointGraph"), graph=view)
 

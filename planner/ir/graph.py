@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -222,6 +222,29 @@ def _arg_text(arg: Any) -> str:
     return str(arg)
 
 
+@dataclass(frozen=True)
+class Repeat:
+    """A repeated block of which a capture holds two: *block 1*, and its copy, which stand for ``copies + 1`` of the model.
+
+    The forward of block 1 stands for ``copies`` and that of its copy for one; in the backward it is the other way round. So
+    a value is counted as often as it goes to a next block of the same kind, and parameters and kernels ``copies + 1`` times.
+
+    Attributes:
+        path: dotted path of the list of blocks.
+        first: index of block 1 in the list.
+        total: length of the list.
+        copies: how many copies the whole model has.
+        instance: name of an FX node that belongs to a captured block, to that block's position: ``first`` is block 1, the next
+            one its copy. Nodes that compute a forward op again in the backward are not listed.
+    """
+
+    path: str
+    first: int
+    total: int
+    copies: int
+    instance: Mapping[str, int]
+
+
 @dataclass
 class Capture:
     """A model captured once, for planning and rewriting.
@@ -237,6 +260,7 @@ class Capture:
         precision: None, or ``"bf16-mixed"``.
         constants: values of the ``"constant"`` placeholders by name.
         fake_mode: the FakeTensorMode of ``gm``'s ``meta["val"]``.
+        repeats: the blocks that stand for more than themselves; empty for a capture of the whole model.
     """
 
     gm: fx.GraphModule
@@ -248,6 +272,7 @@ class Capture:
     precision: str | None = None
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     fake_mode: Any = None
+    repeats: tuple[Repeat, ...] = ()
 
 
 # --- from FX ------------------------------------------------------------------------------------------------------

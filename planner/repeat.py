@@ -1,0 +1,163 @@
+"""Capture that does not cost depth: few of the repeated blocks are traced, the others are copies.
+
+    32 layers  ->  layers 0, 1 and 31 are traced  ->  layers 0, 1, 1', 31 are planned    (1 and 1' stand for 30)
+                                                  ->  0, 1, 1', 1'', ..., 31 are run
+
+The lists come from the module tree (:mod:`~meshwright.planner.alike`); that the traced blocks do the same is checked op
+by op (:mod:`~meshwright.planner.correspond`). Where a check fails the model is traced whole, and a note says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import fx, nn
+
+from meshwright.planner import remat, trace
+from meshwright.planner.alike import Stack, find_stacks, shortened
+from meshwright.planner.correspond import Match, Unlike, correspond
+from meshwright.planner.faking import buffer_names, parameter_names
+from meshwright.planner.ir.errors import TraceError
+from meshwright.planner.ir.graph import Capture, OpGraph, Repeat
+from meshwright.planner.splice import copy_name, splice
+
+Order = Mapping[tuple[str, str], int]
+
+
+def state_order(model: nn.Module) -> Order:
+    """(role, first name) of every parameter and buffer to its position in the model."""
+    parameters, buffers = parameter_names(model), buffer_names(model)
+    keys = [*(("parameter", n) for n in parameters.groups), *(("buffer", n) for n in buffers.groups)]
+    return {key: i for i, key in enumerate(keys)}
+
+
+@dataclass(frozen=True)
+class _Spliced:
+    """A graph with copies, its view, and the matches it was made by."""
+
+    graph: fx.Graph
+    view: OpGraph
+    matches: tuple[Match, ...]
+
+
+def _splice_all(small: Capture, stacks: tuple[Stack, ...], order: Order, copies: Callable[[Stack], int]) -> _Spliced:
+    """Copies in every stack, one stack after the other.
+
+    Raises:
+        Unlike: two blocks that should correspond do not.
+    """
+    graph, view, matches = small.gm.graph, small.graph, []
+    for stack in stacks:
+        match = correspond(graph, view, stack)
+        matches.append(match)
+        graph, view = splice(graph, view, match, copies(stack), order)
+    return _Spliced(graph, view, tuple(matches))
+
+
+def _repeat(match: Match) -> Repeat:
+    stack = match.stack
+    instance = {n.name: p + (p > stack.first) for n, p in match.owner.items()}
+    instance.update((copy_name(n.name, 1), stack.first + 1) for n in match.own)
+    return Repeat(stack.path, stack.first, stack.total, stack.copies, instance)
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A model captured in few of its blocks.
+
+    Attributes:
+        plannable: what is planned; the same size at any depth. ``plannable.repeats`` says what stands for more. Equal to
+            ``whole`` where nothing is repeated.
+        notes: why something that looked repeated is not folded.
+    """
+
+    plannable: Capture
+    notes: tuple[str, ...] = ()
+    _small: Capture | None = None
+    _stacks: tuple[Stack, ...] = ()
+    _order: Order = dataclasses.field(default_factory=dict)
+    _kept: frozenset[str] = frozenset()
+
+    @cached_property
+    def whole(self) -> Capture:
+        """The capture of the whole model, every block in it."""
+        if self._small is None:
+            return self.plannable
+        spliced = _splice_all(self._small, self._stacks, self._order, lambda s: s.copies)
+        capture = _with_graph(self._small, spliced.graph, spliced.view)
+        return remat.save_few(capture, set(map_kept(self._kept, self.plannable.repeats)))
+
+
+def _with_graph(capture: Capture, graph: fx.Graph, view: OpGraph, repeats: tuple[Repeat, ...] = ()) -> Capture:
+    module = fx.GraphModule(nn.Module(), graph, class_name="JointGraph")
+    return dataclasses.replace(capture, gm=module, graph=view, repeats=repeats)
+
+
+def map_kept(kept: frozenset[str], repeats: tuple[Repeat, ...]) -> frozenset[str]:
+    """Values kept for the backward in the whole model, from those kept in the planned one."""
+    found = set(kept)
+    for repeat in repeats:
+        for name in kept:
+            node, hash_, slot = name.partition("#")
+            at = repeat.instance.get(node)
+            if at == repeat.first:
+                found.update(copy_name(node, k) + hash_ + slot for k in range(1, repeat.copies))
+            elif at == repeat.first + 1:
+                found.discard(name) if repeat.copies > 1 and _original(node) + hash_ + slot not in kept else None
+                found.add(copy_name(_original(node), repeat.copies) + hash_ + slot)
+    return frozenset(found)
+
+
+def _original(name: str) -> str:
+    """The node that a first copy was made from."""
+    return name.removesuffix("__1")
+
+
+# --- the entry ----------------------------------------------------------------------------------------------------
+
+
+def capture_folded(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    precision: str | None = None,
+    training: bool | None = None,
+) -> Folded:
+    """Captures one call with few of the model's repeated blocks, and chooses what the backward computes again.
+
+    Arguments and errors are those of :func:`~meshwright.planner.trace.capture`.
+    """
+    notes: list[str] = []
+
+    def captured() -> Capture:
+        return trace.capture(model, args, kwargs, precision=precision, training=training)
+
+    stacks = find_stacks(model) if isinstance(model, nn.Module) else ()
+    for tail in (1, 2) if stacks else ():
+        tried = tuple(s for s in (dataclasses.replace(s, tail=tail) for s in stacks) if s.copies > 1)
+        if not tried:
+            break
+        try:
+            return _folded(model, tried, captured)
+        except (Unlike, TraceError) as e:
+            notes = [f"{', '.join(s.path for s in tried)}: captured whole, because {e}"]
+    return Folded(remat.save_few(captured()), tuple(notes))
+
+
+def _folded(model: nn.Module, stacks: tuple[Stack, ...], captured: Callable[[], Capture]) -> Folded:
+    with shortened(model, stacks):
+        small = captured()
+    order = state_order(model)
+    spliced = _splice_all(small, stacks, order, lambda s: 1)
+    repeats = tuple(map(_repeat, spliced.matches))
+    names = [name for r in repeats for name in r.instance]
+    if len(set(names)) != len(names):
+        raise Unlike("an op belongs to two lists of blocks")
+    capture = _with_graph(small, spliced.graph, spliced.view, repeats)
+    kept = remat.choose_kept(capture.graph) if capture.training else set()
+    return Folded(remat.save_few(capture, kept), (), small, stacks, order, frozenset(kept))
