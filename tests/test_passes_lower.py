@@ -131,12 +131,13 @@ def test_forward_only_programs_save_nothing() -> None:
 
 
 def test_saved_values_are_those_of_the_graph_and_share_no_storage() -> None:
-    program, _ = captured("gpt2")
+    program, whole = captured("gpt2")
     lowered = lower(program, replicated_plan(program, MeshShape.of(2)), (0,), ("g",))
-    assert set(lowered.saved) == {v.name for v in program.graph.saved}
-    results = next(reversed(lowered.forward.graph.nodes)).args[0]
+    assert set(lowered.saved) <= {v.name for v in program.graph.saved}  # of a view, what it is a view of is saved or passed again
+    with torch.no_grad():
+        results = lowered.forward(*[whole.inputs[name] for name in lowered.inputs])
     kept = results[len(results) - len(lowered.saved) :]
-    assert len({n.meta["val"].untyped_storage()._cdata for n in kept}) == len(kept)
+    assert len({t.untyped_storage().data_ptr() for t in kept}) == len(kept)
 
 
 def test_passes_leave_numbered_readable_files(tmp_path, monkeypatch) -> None:
