@@ -23,6 +23,8 @@ from meshwright.planner.solve.program import NetworkCache, Program, assemble, la
 
 _EXACT = 1e-9
 _SUPPORT = 1e-7
+# Largest change of a weight at once: with one of compute and hidden nearly free the program is slow, and says little.
+_STEP = 0.5
 # Columns from which candidates that the scan used are combined first.
 _LARGE = 30_000
 # A new program is filled when at most this part of the candidates is left.
@@ -42,7 +44,7 @@ class Effort:
 
     gap: float = 1e-2
     nodes: int = 200
-    time_limit_s: float = 120.0
+    time_limit_s: float = 30.0
     rounds: int = 12
 
 
@@ -98,7 +100,7 @@ def optimise(
     search = _Search(problem, restriction, cache, effort, objective)
     if not search.scan(limited=False):
         return None
-    if not search.is_settled() and search.limit_binds() and not search.scan(limited=True):
+    if search.chosen is None and search.limit_binds() and not search.scan(limited=True):
         return None
     if not search.is_settled() and not search.close():
         return None
@@ -141,17 +143,20 @@ class _Search:
         program, solver = self._relaxation(limited)
         self._support = []
         hides = np.array([bool(h.any()) for h in program.hidden])
-        weights = np.zeros(len(SEGMENTS))
+        weights = best = np.zeros(len(SEGMENTS))
         cuts: list[_Cut] = []
         for _ in range(self.effort.rounds):
             answer = solver.solve(program.cost_at(weights))
             if answer.x is None:
                 return self._nothing_better()
+            if answer.objective >= self.lower:
+                best = weights
             self._learn(program, answer)
             cuts.append(_Cut(*program.parts(answer.x)))
             if self.is_settled() or not hides.any():
                 break
-            reach, weights = _highest(cuts, hides)
+            reach, promising = _highest(cuts, hides)
+            weights = np.clip(promising, best - _STEP, best + _STEP)
             if reach - self.lower <= self.effort.gap / 3 * abs(reach):
                 break
             if self._narrow(program, answer):
