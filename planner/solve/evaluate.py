@@ -56,8 +56,8 @@ def evaluate(plan: Plan, graph: OpGraph, clusters: ClusterGraph, costs: Costs, s
     walk = _Walk(plan, graph, clusters, costs)
     seconds = walk.cluster_seconds()
     compute = [0.0] * len(SEGMENTS)
-    for cluster, s in zip(clusters.clusters, seconds, strict=True):
-        compute[SEGMENTS.index(cluster.phase)] += s
+    for cluster, s, times in zip(clusters.clusters, seconds, clusters.weights, strict=True):
+        compute[SEGMENTS.index(cluster.phase)] += s * times
     found = walk.collectives()
     comm = {(hidden, phase): 0.0 for hidden in (False, True) for phase in SEGMENTS}
     for (_, _, _, s, hidden, phase), n in found.items():
@@ -144,7 +144,7 @@ class _Walk:
         counts: dict[_Step, int] = {}
         for step in planned_steps(self.plan, self.graph):
             key = (*self._priced(step), (step.value.name, step.phase) in hides, step.phase)
-            counts[key] = counts.get(key, 0) + 1
+            counts[key] = counts.get(key, 0) + self.clusters.times(step.value.name)
         return counts
 
     def _priced(self, step: PlannedStep) -> tuple[str, int, int, float]:
@@ -178,10 +178,10 @@ class _Walk:
         for source in self.graph.inputs:
             numel = piece_numel(source.value.shape, self.made[source.value.name], sizes)
             for category, size in rest_bytes(source, numel, state_bytes, source.value.name in with_gradient).items():
-                total[category] = total.get(category, 0) + size
+                total[category] = total.get(category, 0) + size * self.clusters.times(source.value.name)
         saved = self.graph.saved
         if saved:
-            total["activations"] = sum(piece_bytes(v, self.made[v.name], sizes) for v in saved)
+            total["activations"] = sum(piece_bytes(v, self.made[v.name], sizes) * self.clusters.times(v.name) for v in saved)
         working = max((self._working(c, {v.name for v in saved}) for c in self.clusters.clusters if c.source is None), default=0)
         return {**total, "working": working, "gathered": GATHERED_COPIES * self._largest_gathered()}
 

@@ -67,10 +67,18 @@ def rest_bytes(source: GraphInput, numel: int, state_bytes: int, has_gradient: b
 
 
 class MemoryModel:
-    """Memory of classes of clusters as vectors over their candidates."""
+    """Memory of classes of clusters as vectors over their candidates.
 
-    def __init__(self, graph: OpGraph, sizes: tuple[int, ...], state_bytes: int):
+    Args:
+        graph: the program.
+        sizes: of the mesh axes.
+        state_bytes: optimizer state per parameter element.
+        weights: name of a value to how many it stands for, where not one.
+    """
+
+    def __init__(self, graph: OpGraph, sizes: tuple[int, ...], state_bytes: int, weights: Mapping[str, int] | None = None):
         self._sizes = sizes
+        self._weights = weights or {}
         self._state_bytes = state_bytes
         self._saved = frozenset(v.name for v in graph.saved)
         self._placeholders = frozenset(i.value.name for i in graph.inputs)
@@ -93,15 +101,16 @@ class MemoryModel:
             assert candidate.rest is not None
             numel = piece_numel(source.value.shape, candidate.rest, self._sizes)
             for category, size in rest_bytes(source, numel, self._state_bytes, has_gradient).items():
-                total.setdefault(category, np.zeros(len(candidates)))[c] += size
+                total.setdefault(category, np.zeros(len(candidates)))[c] += size * self._weights.get(source.value.name, 1)
 
     def _add_saved(
         self, total: dict[str, np.ndarray], results: Sequence[Value | None], m: int, k: int, candidates: Sequence[Candidate]
     ) -> None:
         kept = [v for v in results if v is not None and v.name in self._saved]
+        times = sum(self._weights.get(v.name, 1) for v in kept)
         for c, candidate in enumerate(candidates if kept else ()):
             placements = tuple(row.members[m].outs[k] or R for row in candidate.rows)
-            size = len(kept) * piece_bytes(kept[0], placements, self._sizes)
+            size = times * piece_bytes(kept[0], placements, self._sizes)
             total.setdefault("activations", np.zeros(len(candidates)))[c] += size
 
     def working(self, members: Sequence[Cluster], candidates: Sequence[Candidate]) -> np.ndarray:

@@ -26,7 +26,7 @@ _SUPPORT = 1e-7
 # Largest change of a weight at once: with one of compute and hidden nearly free the program is slow, and says little.
 _STEP = 0.5
 # Columns from which candidates that the scan used are combined first.
-_LARGE = 30_000
+_LARGE = 5_000
 # A new program is filled when at most this part of the candidates is left.
 _WORTH = 0.7
 
@@ -240,7 +240,7 @@ class _Search:
         program = assemble(self.problem, restriction, self.cache, objective=self.objective)
         arrays: LinearProgram = program.with_overlap()
         answer = Solver(arrays, integer=True).solve(
-            arrays.cost, gap=self.effort.gap / 2, nodes=self.effort.nodes, time_limit_s=self.effort.time_limit_s
+            arrays.cost, gap=self.effort.gap * 0.9, nodes=self.effort.nodes, time_limit_s=self.effort.time_limit_s
         )
         self.method = "mip"
         if answer.x is not None:

@@ -117,10 +117,11 @@ def build_tables(
     members: list[list[int]] = [[] for _ in labels]
     for i, g in enumerate(dense):
         members[g].append(i)
-    memory = MemoryModel(graph, mesh.sizes, state_bytes)
+    memory = MemoryModel(graph, mesh.sizes, state_bytes, clusters.value_weight)
     choices, candidates = [], []
     for group in members:
-        choice, kept = _choice([clusters.clusters[i] for i in group], mesh, costs, memory)
+        count = sum(clusters.weights[i] for i in group)
+        choice, kept = _choice([clusters.clusters[i] for i in group], count, mesh, costs, memory)
         choices.append(choice)
         candidates.append(kept)
     layout = _Flows(graph, clusters, dense, candidates, Networks(costs, mesh.sizes), mesh, precision)
@@ -149,7 +150,7 @@ def build_tables(
 
 
 def _choice(
-    members: Sequence[Cluster], mesh: MeshShape, costs: Costs, memory: MemoryModel
+    members: Sequence[Cluster], count: int, mesh: MeshShape, costs: Costs, memory: MemoryModel
 ) -> tuple[Choice, tuple[Candidate, ...]]:
     first = members[0]
     expanded = expand(first, mesh.sizes)
@@ -157,7 +158,7 @@ def _choice(
     kept = cheapest_of_equals(expanded, seconds)
     candidates = tuple(expanded[i] for i in kept)
     segment = SEGMENTS.index(first.phase)
-    return Choice(first.name, len(members), segment, seconds[kept], memory.static(members, candidates)), candidates
+    return Choice(first.name, count, segment, seconds[kept], memory.static(members, candidates)), candidates
 
 
 def _tie_memory(choices: Sequence[Choice]) -> float:
@@ -258,7 +259,7 @@ class _Flows:
         demands = tuple(self._demand(reader, index, value) for reader in group.readers)
         flow = Flow(
             value.name,
-            len(group.names),
+            sum(map(self._clusters.times, group.names)),
             SEGMENTS.index(group.phase),
             gradient or parameter,
             network.network,
