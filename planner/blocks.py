@@ -156,7 +156,9 @@ def fold(graph: ClusterGraph, rounds: int = ROUNDS) -> ClusterGraph:
 
 def blocks(graph: ClusterGraph) -> tuple[Block, ...]:
     """The repeated pieces of a folded graph, most frequent work first: classes that occur equally often."""
-    size = Counter(graph.class_of)
+    size: Counter[int] = Counter()
+    for cls, weight in zip(graph.class_of, graph.weights, strict=True):
+        size[cls] += weight
     members: dict[int, list[int]] = {}
     for cls, times in size.items():
         if times > 1:
@@ -176,7 +178,7 @@ def blocks(graph: ClusterGraph) -> tuple[Block, ...]:
 def summary(graph: ClusterGraph) -> dict[str, Any]:
     """What was decided once for many, for :attr:`Plan.folded`."""
     return {
-        "clusters": len(graph.clusters),
+        "clusters": sum(graph.weights),
         "classes": len(set(graph.class_of)),
         "blocks": [{"times": b.times, "clusters": b.clusters, "parameters": b.parameters} for b in blocks(graph)],
     }

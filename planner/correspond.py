@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from meshwright.planner.alike import Stack
+from meshwright.planner.ir import random_ops  # noqa: F401  (registers meshwright::uniform)
 from meshwright.planner.ir.graph import GraphInput, GraphOutput, OpGraph
 
 aten = torch.ops.aten
@@ -47,6 +48,7 @@ class Match:
             block has of its own.
         earlier: (op of block 1, value that it reads) to the value of block 1 that a copy reads from the block before.
         later: value of the last block that block 1 reads, to the value of block 1 that takes its place in a copy.
+        sums: ops of block 1 that add a value of the last block to one of their own.
         salts: the difference of the random call numbers between neighbouring blocks.
     """
 
@@ -55,6 +57,7 @@ class Match:
     alike: Mapping[fx.Node, fx.Node]
     earlier: Mapping[tuple[fx.Node, fx.Node], fx.Node]
     later: Mapping[fx.Node, fx.Node]
+    sums: tuple[fx.Node, ...] = ()
     salts: int = 0
 
     @property
@@ -165,7 +168,7 @@ class _Matcher:
         while mine or theirs:
             self._step(mine, theirs)
         later = {v: self._counterpart(v) for v in self._crossing}
-        match = Match(self.stack, self.owner, self.alike, self.earlier, later, self._salts())
+        match = Match(self.stack, self.owner, self.alike, self.earlier, later, tuple(self._sums), self._salts())
         self._check_outside(match)
         self._check_results()
         return match

@@ -61,9 +61,10 @@ class _Group:
 class _Grouping:
     """Assigns every op of a graph to a group, in one pass over the ops."""
 
-    def __init__(self, graph: OpGraph, lifted: Lifted):
+    def __init__(self, graph: OpGraph, lifted: Lifted, apart: frozenset[str] = frozenset()):
         self.graph, self.lifted = graph, lifted
         self.groups: list[_Group] = []
+        self._apart = apart
         self._of: dict[str, _Group] = {}
         """Op name or placeholder value name to its group."""
         self._prefix: dict[str, tuple[tuple[int, Op], ...]] = {}
@@ -97,6 +98,7 @@ class _Grouping:
             for j, waiting in self._prefix.pop(v.name, ()):
                 self._add(group, j, waiting)
         group.ops[i] = op
+        group.sealed.update(out.name for out in op.outs if out is not None and out.name in self._apart)
         self._of[op.name] = group
         made = {out.name for member in group.ops.values() for out in member.outs if out is not None} if len(op.ins) else set()
         group.reads.update(dict.fromkeys(v.name for v in op.ins if v.name not in made))
@@ -404,19 +406,20 @@ def _finish(
     return ClusterGraph(clusters, graph.outputs, tuple(range(len(clusters))))
 
 
-def fuse(graph: OpGraph, rows_for: RowsFor) -> ClusterGraph:
+def fuse(graph: OpGraph, rows_for: RowsFor, apart: frozenset[str] = frozenset()) -> ClusterGraph:
     """Group the ops of ``graph`` into clusters and give each its rows.
 
     Args:
         graph: the captured program.
         rows_for: an op's rows over one mesh axis, the replicated one first; None where no rule is known.
+        apart: names of values that no cluster both makes and reads.
 
     Returns:
         Clusters in execution order, forward before backward, every cluster in a class of its own. Ops without a rule
         stand alone, are replicated and named in ``Cluster.fallback``.
     """
     lifted = Lifted(graph, rows_for)
-    grouping = _Grouping(graph, lifted)
+    grouping = _Grouping(graph, lifted, apart)
     return _finish(grouping.groups, graph, lifted, grouping.rest_of)
 
 

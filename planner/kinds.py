@@ -90,6 +90,10 @@ _REDUCTIONS = frozenset(
 )
 
 
+RANDOM = "meshwright.uniform.default"
+"""The op whose second argument numbers the call."""
+
+
 def packet(target: str) -> str:
     """``"aten.mm"`` of ``"aten.mm.default"``."""
     return target.rpartition(".")[0] or target
@@ -157,8 +161,9 @@ def argument(op: Op, name: str, default: Any = None) -> Any:
 
 
 def signature_of(op: Op) -> tuple[Any, ...]:
-    """What two ops must share to have the same rows and the same cost: all but names."""
-    return (op.target, op.phase, _shape_only(op.args), _shape_only(op.kwargs), tuple(v and (v.shape, v.dtype) for v in op.outs))
+    """What two ops must share to have the same rows and the same cost: all but names, and which random call it is."""
+    args = op.args if op.target != RANDOM else (op.args[0], *op.args[2:])
+    return (op.target, op.phase, _shape_only(args), _shape_only(op.kwargs), tuple(v and (v.shape, v.dtype) for v in op.outs))
 
 
 def _shape_only(arg: Any) -> Any:

@@ -62,7 +62,9 @@ def _repeat(match: Match) -> Repeat:
     stack = match.stack
     instance = {n.name: p + (p > stack.first) for n, p in match.owner.items()}
     instance.update((copy_name(n.name, 1), stack.first + 1) for n in match.own)
-    return Repeat(stack.path, stack.first, stack.total, stack.copies, instance)
+    summed = [v for op in match.sums for v in op.all_input_nodes if v in match.later]
+    apart = {n for v in summed for n in (v.name, match.later[v].name, copy_name(match.later[v].name, 1))}
+    return Repeat(stack.path, stack.first, stack.total, stack.copies, instance, frozenset(apart))
 
 
 @dataclass(frozen=True)
@@ -99,22 +101,17 @@ def _with_graph(capture: Capture, graph: fx.Graph, view: OpGraph, repeats: tuple
 
 def map_kept(kept: frozenset[str], repeats: tuple[Repeat, ...]) -> frozenset[str]:
     """Values kept for the backward in the whole model, from those kept in the planned one."""
-    found = set(kept)
-    for repeat in repeats:
-        for name in kept:
-            node, hash_, slot = name.partition("#")
-            at = repeat.instance.get(node)
-            if at == repeat.first:
-                found.update(copy_name(node, k) + hash_ + slot for k in range(1, repeat.copies))
-            elif at == repeat.first + 1:
-                found.discard(name) if repeat.copies > 1 and _original(node) + hash_ + slot not in kept else None
-                found.add(copy_name(_original(node), repeat.copies) + hash_ + slot)
+    found: set[str] = set()
+    for name in kept:
+        node, hash_, slot = name.partition("#")
+        repeat = next((r for r in repeats if r.instance.get(node) in (r.first, r.first + 1)), None)
+        if repeat is None:
+            found.add(name)
+        elif repeat.instance[node] == repeat.first:
+            found.update(copy_name(node, k) + hash_ + slot for k in range(repeat.copies))
+        else:
+            found.add(copy_name(node.removesuffix("__1"), repeat.copies) + hash_ + slot)
     return frozenset(found)
-
-
-def _original(name: str) -> str:
-    """The node that a first copy was made from."""
-    return name.removesuffix("__1")
 
 
 # --- the entry ----------------------------------------------------------------------------------------------------

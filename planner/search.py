@@ -39,6 +39,7 @@ from meshwright.planner.solve.strategies import (
     strategy_named,
 )
 from meshwright.planner.solve.tables import Tables, build_tables
+from meshwright.planner.weights import weigh
 
 __all__ = ["STRATEGIES", "Options", "make_plan", "strategy_named"]
 
@@ -155,11 +156,12 @@ class _Search:
 
     def _clusters(self) -> ClusterGraph:
         with self.clock.phase("fuse"):
-            clusters = fuse.fuse(self.capture.graph, rules.rows_for)
+            apart = frozenset().union(*(r.apart for r in self.capture.repeats))
+            clusters = fuse.fuse(self.capture.graph, rules.rows_for, apart)
         if self.options.on_missing_rule == "error":
             _require_rules(clusters)
         with self.clock.phase("fold"):
-            return blocks.fold(clusters)
+            return weigh(blocks.fold(clusters), self.capture.repeats)
 
     def _tables(self) -> Tables:
         labels = [(c, tuple(p.key for p in self.pins.get(i, ()))) for i, c in enumerate(self.clusters.class_of)]
@@ -342,10 +344,10 @@ def _require_rules(clusters: ClusterGraph) -> None:
 def _fallbacks(clusters: ClusterGraph, walked: Evaluation) -> tuple[Fallback, ...]:
     """Ops without a rule, by target, with what they cost replicated."""
     found: dict[str, Fallback] = {}
-    for cluster, seconds in zip(clusters.clusters, walked.cluster_s, strict=True):
+    for cluster, seconds, times in zip(clusters.clusters, walked.cluster_s, clusters.weights, strict=True):
         for target in dict.fromkeys(cluster.fallback):
             size = sum(v.size_bytes for op in cluster.ops if op.target == target for v in op.outs if v is not None)
             before = found.get(target, Fallback(target, 0, 0.0, 0))
             count = sum(op.target == target for op in cluster.ops)
-            found[target] = Fallback(target, before.count + count, before.time_s + seconds, before.bytes + size)
+            found[target] = Fallback(target, before.count + times * count, before.time_s + times * seconds, before.bytes + times * size)
     return tuple(found.values())

@@ -7,7 +7,8 @@ A placeholder stands in a cluster of its own together with the views and casts o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from meshwright.planner.ir.graph import GraphInput, GraphOutput, Op, Value
@@ -68,11 +69,24 @@ class ClusterGraph:
         outputs: the graph's results.
         class_of: per cluster, the index of its class. Clusters of one class have equal ins, outs and rows up to names,
             in the same order, and take the same candidate: they are the same place of repeated blocks.
+        weight: per cluster, how many clusters of the model it stands for; empty: each for itself alone.
+        value_weight: name of a value to how many values it stands for, where that is not one.
     """
 
     clusters: tuple[Cluster, ...]
     outputs: tuple[GraphOutput, ...]
     class_of: tuple[int, ...]
+    weight: tuple[int, ...] = ()
+    value_weight: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def weights(self) -> tuple[int, ...]:
+        """``weight``, ones where it is empty."""
+        return self.weight or (1,) * len(self.clusters)
+
+    def times(self, value: str) -> int:
+        """How many values of the model a value stands for."""
+        return self.value_weight.get(value, 1)
 
     @cached_property
     def producer(self) -> dict[str, tuple[int, int]]:

@@ -236,6 +236,7 @@ class Repeat:
         copies: how many copies the whole model has.
         instance: name of an FX node that belongs to a captured block, to that block's position: ``first`` is block 1, the next
             one its copy. Nodes that compute a forward op again in the backward are not listed.
+        apart: values that go from block to block through a sum over all of them: no kernel makes and reads one.
     """
 
     path: str
@@ -243,6 +244,7 @@ class Repeat:
     total: int
     copies: int
     instance: Mapping[str, int]
+    apart: frozenset[str] = frozenset()
 
 
 @dataclass
