@@ -37,6 +37,7 @@ def plan(
     pins: Mapping[str, Any] | None = None,
     on_missing_rule: str = "replicate",
     respect_axis_names: bool = False,
+    fold_capture: bool = True,
     training: bool | None = None,
     progress: Progress | None = None,
 ) -> Plan:
@@ -55,6 +56,7 @@ def plan(
         pins: what you fix: name pattern of a parameter, an input or an op to placements, ``{"*.mlp.up.weight": "RS(0)"}``.
         on_missing_rule: for an op without a sharding rule: ``"replicate"`` it and say so, or ``"error"``.
         respect_axis_names: whether axes named ``dp``, ``fsdp``, ``tp`` say what they are for; else the search is free.
+        fold_capture: whether few of the repeated blocks are traced and the others copied, so that depth costs nothing.
         training: whether to plan a backward. Default: whether the model is in training mode and has something to train.
         progress: called with the name of each phase as it begins.
 
@@ -64,11 +66,11 @@ def plan(
         NoRuleError: an op has no rule and ``on_missing_rule="error"``.
         InfeasibleError: nothing satisfies memory limit, strategy and pins together.
     """
-    request = Request(strategy, memory_limit, optimizer, precision, pins, on_missing_rule, respect_axis_names)
+    request = Request(strategy, memory_limit, optimizer, precision, pins, on_missing_rule, respect_axis_names, fold_capture)
     target = target_of(mesh_or_cluster, hardware)
     module = model_of(model)
-    capture, times = capture_call(module, call_of(example_inputs), request, training, progress)
-    return plan_capture(capture, target, request, model_name(module), times, progress)
+    captured, times = capture_call(module, call_of(example_inputs), request, training, progress)
+    return plan_capture(captured, target, request, model_name(module), times, progress)
 
 
 def autoparallelize(
@@ -88,6 +90,7 @@ def autoparallelize(
     pins: Mapping[str, Any] | None = None,
     on_missing_rule: str = "replicate",
     respect_axis_names: bool = False,
+    fold_capture: bool = True,
 ) -> ParallelModule:
     """Make the module that trains across ``mesh``. Call it on every rank, with the same arguments.
 
@@ -102,7 +105,8 @@ def autoparallelize(
         compile: whether forward and backward go through Inductor.
         batch: ``"global"``: every rank passes the whole batch; ``"local"``: its own piece, as ``plan.inputs`` says.
         outputs: ``"auto"``: a loss comes as a plain tensor and what is beside it as DTensors; ``"full"``: all plain and whole.
-        strategy, precision, hardware, memory_limit, optimizer, pins, on_missing_rule, respect_axis_names: as for :func:`plan`.
+        strategy, precision, hardware, memory_limit, optimizer, pins, on_missing_rule, respect_axis_names,
+            fold_capture: as for :func:`plan`.
 
     Raises:
         InputError: an argument that cannot be used; the process group is not initialised; the mesh is larger than the
@@ -115,7 +119,7 @@ def autoparallelize(
         raise InputError(f"model is {type(model).__name__}; it must be an nn.Module")
     device_mesh = running_mesh(mesh)
     precision = precision if plan is None else plan.precision
-    request = Request(strategy, memory_limit, optimizer, precision, pins, on_missing_rule, respect_axis_names)
+    request = Request(strategy, memory_limit, optimizer, precision, pins, on_missing_rule, respect_axis_names, fold_capture)
     maker = Maker(device_mesh, target_of(device_mesh, hardware), request, plan, batch, outputs, compile)
     if example_inputs is not None:
         return maker.make(model, call_of(example_inputs))

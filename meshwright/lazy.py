@@ -58,7 +58,11 @@ class Maker:
             raise InputError(
                 f"the plan is for a mesh of {plan.mesh} and this mesh is {self.target.mesh}: plan again for this mesh"
             )
-        capture, _ = capture_call(model, call, self.request, plan.training)
+        folded, _ = capture_call(model, call, self.request, plan.training)
+        capture = folded.whole
+        if capture.graph.hash != plan.graph_hash and folded.repeats:  # the plan may be for a capture without folding
+            folded, _ = capture_call(model, call, replace(self.request, fold_capture=False), plan.training)
+            capture = folded.whole if folded.whole.graph.hash == plan.graph_hash else capture
         if capture.graph.hash != plan.graph_hash:
             raise InputError(
                 f"the plan is for another program: {plan.model} with graph {plan.graph_hash[:12]}, and this is {model_name(model)} with "

@@ -13,11 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright import debug
 from meshwright.inputs import Call
-from meshwright.planner import remat, search, trace
+from meshwright.planner import search
+from meshwright.planner.correspond import Unlike
+from meshwright.planner.expand import expanded
 from meshwright.planner.ir import errors
 from meshwright.planner.ir.errors import InputError, MeshwrightError, RuntimeMismatchError
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.plan import Plan
+from meshwright.planner.pinned import folded_pins
+from meshwright.planner.repeat import Folded, capture_folded
 from meshwright.report.units import parse_bytes
 from meshwright.target import Target
 
@@ -37,6 +41,7 @@ class Request:
         pins: name pattern to placements: what the user fixes.
         on_missing_rule: ``"replicate"`` or ``"error"``.
         respect_axis_names: whether axes named ``dp``, ``fsdp``, ``tp`` say what they are for.
+        fold_capture: whether few of the repeated blocks are traced and the others copied.
     """
 
     strategy: str = "auto"
@@ -46,18 +51,19 @@ class Request:
     pins: Mapping[str, Any] | None = None
     on_missing_rule: str = "replicate"
     respect_axis_names: bool = False
+    fold_capture: bool = True
 
     def __post_init__(self) -> None:
         one_of("strategy", self.strategy, ("auto", *(s for s in search.STRATEGIES if s != "auto")))
         one_of("precision", self.precision, PRECISIONS)
         one_of("on_missing_rule", self.on_missing_rule, ON_MISSING_RULE)
 
-    def options(self, model: str, progress: debug.Progress | None) -> search.Options:
+    def options(self, model: str, pins: Mapping[str, Any], progress: debug.Progress | None) -> search.Options:
         return search.Options(
             strategy=self.strategy,
             memory_limit_bytes=None if self.memory_limit is None else parse_bytes(self.memory_limit),
             optimizer=self.optimizer,
-            pins=dict(self.pins or {}),
+            pins=dict(pins),
             on_missing_rule=self.on_missing_rule,
             respect_axis_names=self.respect_axis_names,
             model=model,
@@ -71,33 +77,77 @@ def one_of(what: str, found: Any, known: tuple[Any, ...]) -> None:
         raise InputError(f"{what}={found!r} is not known; known are {', '.join(map(repr, known))}")
 
 
+class _Phases:
+    """Seconds of phases that are told as they begin."""
+
+    def __init__(self, tell: debug.Progress):
+        self._tell, self._now, self._since = tell, "", time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, phase: str) -> None:
+        self.end()
+        self._tell(phase)
+        self._now = phase
+
+    def end(self) -> None:
+        now = time.perf_counter()
+        if self._now:
+            self.seconds[self._now] = self.seconds.get(self._now, 0.0) + now - self._since
+        self._now, self._since = "", now
+
+
 def capture_call(
     model: torch.nn.Module, call: Call, request: Request, training: bool | None = None, progress: debug.Progress | None = None
-) -> tuple[Capture, dict[str, float]]:
+) -> tuple[Folded, dict[str, float]]:
     """Capture one call and choose what the backward computes again; the capture, and the seconds each part took."""
-    tell = debug.watched(progress)
-    started = time.perf_counter()
-    tell("capture")
-    captured = trace.capture(model, *call, precision=request.precision, training=training)
-    traced = time.perf_counter()
-    tell("recompute")
-    captured = remat.save_few(captured)
-    return captured, {"trace_s": traced - started, "recompute_s": time.perf_counter() - traced}
+    phases = _Phases(debug.watched(progress))
+    args, kwargs = call
+    captured = capture_folded(
+        model, args, kwargs, precision=request.precision, training=training, fold=request.fold_capture, progress=phases
+    )
+    phases.end()
+    return captured, {"trace_s": phases.seconds["capture"], "recompute_s": phases.seconds["recompute"]}
 
 
 def plan_capture(
-    capture: Capture,
+    captured: Folded,
     target: Target,
     request: Request,
     model: str,
     times: Mapping[str, float],
     progress: debug.Progress | None = None,
 ) -> Plan:
-    """Search a plan for a captured call."""
-    found = search.make_plan(capture, target.mesh, target.hardware, request.options(model, debug.watched(progress)))
-    plan = replace(found, solver={**times, **found.solver}).described(capture.graph)
+    """Search a plan for a captured call: on the folded program where that says all, else on the whole one."""
+    tell = debug.watched(progress)
+    found, notes = _folded_plan(captured, target, request, model, tell)
+    if found is None:
+        found = search.make_plan(captured.whole, target.mesh, target.hardware, request.options(model, request.pins or {}, tell))
+    plan = replace(found, solver={**times, **found.solver}, notes=(*found.notes, *captured.notes, *notes)).described(
+        captured.whole_view
+    )
     debug.show_plan(plan)
     return plan
+
+
+def _folded_plan(
+    captured: Folded, target: Target, request: Request, model: str, tell: debug.Progress
+) -> tuple[Plan | None, tuple[str, ...]]:
+    """The plan of the folded program said of the whole one; None, and why, where it does not stand for it."""
+    if not captured.repeats:
+        return None, ()
+    program = captured.plannable
+    pins = folded_pins(request.pins or {}, program.graph, captured.repeats)
+    if pins is None:
+        return None, ("planned whole: pins differ between repeated blocks",)
+    try:
+        found = search.make_plan(program, target.mesh, target.hardware, request.options(model, pins, tell))
+    except Unlike as e:
+        return None, (f"planned whole: {e}",)
+    tell("expand")
+    started = time.perf_counter()
+    plan = expanded(found, program.graph, captured.whole_view, captured.repeats)
+    solver = {**found.solver, "expand_s": time.perf_counter() - started}
+    return replace(plan, solver=solver, folded={**found.folded, "captured": captured.summary()}), ()
 
 
 def plan_on_ranks(
@@ -111,18 +161,18 @@ def plan_on_ranks(
     """
     from meshwright.runtime.mesh import broadcast_text
 
-    capture, times = capture_call(model, call, request, training)
+    captured, times = capture_call(model, call, request, training)
     text, failure = None, None
     if is_first(mesh):
         try:
-            text = plan_capture(capture, target, request, model_name(model), times).to_json()
+            text = plan_capture(captured, target, request, model_name(model), times).to_json()
         except Exception as e:
             failure, text = e, _error_text(e)
     text = broadcast_text(text, mesh)
     if failure is not None:
         raise failure
     _raise_error_text(text)
-    return capture, Plan.from_json(text)
+    return captured.whole, Plan.from_json(text)
 
 
 def is_first(mesh: DeviceMesh) -> bool:

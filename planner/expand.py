@@ -1,8 +1,8 @@
 """A plan for a folded capture, said of the whole model: every copy of a block does what the block does.
 
-    planned                                         whole
-    ops["mm"], ops["mm__1"]: equal specs            ops["mm"], ops["mm__1"], ..., ops["mm__29"]
-    redistribution of y (to the copy) and y__1      y ... y__28 as y; y__29 as y__1
+planned                                         whole
+ops["mm"], ops["mm__1"]: equal specs            ops["mm"], ops["mm__1"], ..., ops["mm__29"]
+redistribution of y (to the copy) and y__1      y ... y__28 as y; y__29 as y__1
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Set
 
 import numpy as np
 import torch
@@ -124,8 +125,8 @@ def choose_kept(graph: OpGraph) -> set[str]:
 class _Rewriter:
     """Writes the graph again, with copies of forward ops before their first use in the backward."""
 
-    def __init__(self, capture: Capture, kept: set[str]):
-        self.old = capture.gm.graph
+    def __init__(self, old: fx.Graph, kept: Set[str]):
+        self.old = old
         self.kept = kept
         self.new = fx.Graph()
         self.copied: dict[fx.Node, fx.Node] = {}
@@ -177,7 +178,7 @@ class _Rewriter:
         return copy
 
 
-def save_few(capture: Capture, kept: set[str] | None = None) -> Capture:
+def save_few(capture: Capture, kept: Set[str] | None = None) -> Capture:
     """The same program, with fewer bytes kept between forward and backward.
 
     ``OpGraph.saved`` of the result is what is kept. Results are bitwise the same. A capture without a backward is
@@ -189,12 +190,17 @@ def save_few(capture: Capture, kept: set[str] | None = None) -> Capture:
     """
     if not capture.training:
         return capture
-    graph = _Rewriter(capture, choose_kept(capture.graph) if kept is None else kept).run()
-    view = OpGraph(capture.graph.inputs, ops_of(graph), _outputs(capture, graph))
+    graph, view = rewritten(capture.gm.graph, capture.graph, choose_kept(capture.graph) if kept is None else kept)
     return dataclasses.replace(capture, gm=fx.GraphModule(nn.Module(), graph, class_name="JointGraph"), graph=view)
 
 
-def _outputs(capture: Capture, graph: fx.Graph) -> tuple[GraphOutput, ...]:
+def rewritten(graph: fx.Graph, view: OpGraph, kept: Set[str]) -> tuple[fx.Graph, OpGraph]:
+    """A captured graph and its view, with everything but ``kept`` computed again in the backward."""
+    new = _Rewriter(graph, kept).run()
+    return new, OpGraph(view.inputs, ops_of(new), _outputs(view, new))
+
+
+def _outputs(view: OpGraph, graph: fx.Graph) -> tuple[GraphOutput, ...]:
     (returned,) = (n for n in graph.nodes if n.op == "output")
-    pairs = zip(capture.graph.outputs, returned.args[0], strict=True)
+    pairs = zip(view.outputs, returned.args[0], strict=True)
     return tuple(dataclasses.replace(o, value=None if n is None else fx_value(n)) for o, n in pairs)

@@ -84,14 +84,32 @@ class Folded:
     _order: Order = dataclasses.field(default_factory=dict)
     _kept: frozenset[str] = frozenset()
 
+    @property
+    def repeats(self) -> tuple[Repeat, ...]:
+        """What stands for more in ``plannable``."""
+        return self.plannable.repeats
+
+    @cached_property
+    def _whole_graph(self) -> tuple[fx.Graph, OpGraph]:
+        assert self._small is not None
+        spliced = _splice_all(self._small, self._stacks, self._order, lambda s: s.copies)
+        if not self.plannable.training:
+            return spliced.graph, spliced.view
+        return remat.rewritten(spliced.graph, spliced.view, map_kept(self._kept, self.repeats))
+
+    @property
+    def whole_view(self) -> OpGraph:
+        """The program of the whole model, every block in it."""
+        return self._whole_graph[1] if self.repeats else self.plannable.graph
+
     @cached_property
     def whole(self) -> Capture:
-        """The capture of the whole model, every block in it."""
-        if self._small is None:
-            return self.plannable
-        spliced = _splice_all(self._small, self._stacks, self._order, lambda s: s.copies)
-        capture = _with_graph(self._small, spliced.graph, spliced.view)
-        return remat.save_few(capture, set(map_kept(self._kept, self.plannable.repeats)))
+        """The capture of the whole model."""
+        return _with_graph(self.plannable, *self._whole_graph) if self.repeats else self.plannable
+
+    def summary(self) -> list[dict[str, Any]]:
+        """Which children of which lists were traced, for :attr:`Plan.folded`."""
+        return [{"list": s.path, "captured": list(s.kept), "of": s.total} for s in self._stacks]
 
 
 def _with_graph(capture: Capture, graph: fx.Graph, view: OpGraph, repeats: tuple[Repeat, ...] = ()) -> Capture:
@@ -124,29 +142,37 @@ def capture_folded(
     *,
     precision: str | None = None,
     training: bool | None = None,
+    fold: bool = True,
+    progress: Callable[[str], None] = lambda phase: None,
 ) -> Folded:
     """Captures one call with few of the model's repeated blocks, and chooses what the backward computes again.
 
-    Arguments and errors are those of :func:`~meshwright.planner.trace.capture`.
+    Arguments and errors are those of :func:`~meshwright.planner.trace.capture`; with ``fold`` False the model is traced
+    whole. ``progress`` is called with ``"capture"`` and ``"recompute"`` as these phases begin.
     """
     notes: list[str] = []
 
     def captured() -> Capture:
+        progress("capture")
         return trace.capture(model, args, kwargs, precision=precision, training=training)
 
-    stacks = find_stacks(model) if isinstance(model, nn.Module) else ()
+    stacks = find_stacks(model) if fold and isinstance(model, nn.Module) else ()
     for tail in (1, 2) if stacks else ():
         tried = tuple(s for s in (dataclasses.replace(s, tail=tail) for s in stacks) if s.copies > 1)
         if not tried:
             break
         try:
-            return _folded(model, tried, captured)
+            return _folded(model, tried, captured, progress)
         except (Unlike, TraceError) as e:
             notes = [f"{', '.join(s.path for s in tried)}: captured whole, because {e}"]
-    return Folded(remat.save_few(captured()), tuple(notes))
+    whole = captured()
+    progress("recompute")
+    return Folded(remat.save_few(whole), tuple(notes))
 
 
-def _folded(model: nn.Module, stacks: tuple[Stack, ...], captured: Callable[[], Capture]) -> Folded:
+def _folded(
+    model: nn.Module, stacks: tuple[Stack, ...], captured: Callable[[], Capture], progress: Callable[[str], None]
+) -> Folded:
     with shortened(model, stacks):
         small = captured()
     order = state_order(model)
@@ -156,5 +182,6 @@ def _folded(model: nn.Module, stacks: tuple[Stack, ...], captured: Callable[[], 
     if len(set(names)) != len(names):
         raise Unlike("an op belongs to two lists of blocks")
     capture = _with_graph(small, spliced.graph, spliced.view, repeats)
+    progress("recompute")
     kept = remat.choose_kept(capture.graph) if capture.training else set()
     return Folded(remat.save_few(capture, kept), (), small, stacks, order, frozenset(kept))

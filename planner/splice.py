@@ -43,7 +43,7 @@ class _Splicer:
         self.new = fx.Graph()
         self.made: dict[tuple[fx.Node, int], fx.Node] = {}
         self._first, self._next = match.stack.first, match.stack.first + 1
-        self._own = {n: None for n in match.own}
+        self._own = dict.fromkeys(match.own)
         ops = [n for n in self._own if n.op != "placeholder"]
         self.forward = [n for n in ops if n.meta["phase"] == "forward"]
         self.backward = [n for n in ops if n.meta["phase"] == "backward"]

@@ -42,8 +42,8 @@ class Pin:
 
     @property
     def key(self) -> tuple:
-        """What tied clusters must share."""
-        return self.pattern, self.op, self.placements
+        """What tied clusters must share: what is pinned where, by whichever pattern."""
+        return self.op, self.placements
 
     def holds(self, candidate: Candidate) -> bool:
         return self._found(candidate) == self.placements
