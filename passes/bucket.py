@@ -8,7 +8,10 @@ q0 = wait(r0); q1 = wait(r1)                     q = wait(r); q0, q1 = split(q)
 
 Two collectives of the same kind, group, reduction and element type share a buffer if neither result is read before the
 later one is issued. Runs after ``overlap``, which put the waits as late as possible. The buffer is issued where its last
-member stood, so gathers join only within ``window`` big ops: the first of them must not come too late.
+member stood.
+
+Gathers of what lies at rest (their operands come from inputs alone) can be issued at any time. Their buffers are issued where
+the first member stood, or as soon as the buffer before it has arrived, whichever is earlier: one is in use, one under way.
 
 The plan counts the members (*logical* collectives); ``step_values`` of the new node names them.
 """
@@ -41,18 +44,25 @@ class BucketCollectives:
 
     Attributes:
         bucket_bytes: largest buffer, in bytes of the larger of input and result; 0: no buckets.
-        window: big ops within which gathers may join.
+        gather_bytes: likewise for gathers of what lies at rest.
+        window: big ops within which other gathers may join: the first of them must not come too late.
     """
 
     bucket_bytes: int = 25 << 20
+    gather_bytes: int = 4 << 20
     window: int = 1
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         if self.bucket_bytes <= 0:
             return gm
-        shared = [bucket for bucket in self.buckets(gm.graph) if len(bucket.members) > 1]
-        for number, bucket in enumerate(shared):
-            _merge(gm, bucket, f"bucket_{number}")
+        before: dict[tuple[Any, ...], fx.Node] = {}
+        for number, bucket in enumerate(list(self.buckets(gm.graph))):
+            key = _key(bucket.members[0])
+            if bucket.rests and bucket.bytes <= self.gather_bytes:
+                _hoist(bucket, before.get(key))
+            issued = _merge(gm, bucket, f"bucket_{number}") if len(bucket.members) > 1 else bucket.members[0]
+            if bucket.rests:
+                before[key] = next(iter(issued.users))
         return gm
 
     def buckets(self, graph: fx.Graph) -> Iterator[_Bucket]:
@@ -62,19 +72,23 @@ class BucketCollectives:
         for node in graph.nodes:
             big += str(node.target) in BIG
             if is_wait(node):
-                for key in [k for k, b in open_.items() if node.all_input_nodes[0] in b.members]:
+                for key in [k for k, b in open_.items() if not b.rests and node.all_input_nodes[0] in b.members]:
                     yield open_.pop(key)
             elif is_collective(node) and node.meta["step"].kind in SHARED:
-                key, size = _key(node), _bytes(node.meta["step"])
+                key, size = (*_key(node), _rests(node)), _bytes(node.meta["step"])
                 bucket = open_.get(key)
-                if bucket is not None and (bucket.bytes + size > self.bucket_bytes or self.is_late(bucket, node, big)):
+                if bucket is not None and (bucket.bytes + size > self.limit(bucket) or self.is_late(bucket, node, big)):
                     yield open_.pop(key)
-                open_.setdefault(key, _Bucket(big)).add(node, size)
+                open_.setdefault(key, _Bucket(big, rests=key[-1])).add(node, size)
         yield from open_.values()
+
+    def limit(self, bucket: _Bucket) -> int:
+        """Largest size of a bucket, in bytes."""
+        return self.gather_bytes if bucket.rests else self.bucket_bytes
 
     def is_late(self, bucket: _Bucket, node: fx.Node, big: int) -> bool:
         """Whether waiting for ``node`` would issue the bucket's gathers too late."""
-        return node.meta["step"].kind == "all_gather" and big - bucket.opened > self.window
+        return not bucket.rests and node.meta["step"].kind == "all_gather" and big - bucket.opened > self.window
 
 
 @dataclass
@@ -83,11 +97,13 @@ class _Bucket:
 
     Attributes:
         opened: number of big ops before the first member.
+        rests: whether the members gather what lies at rest.
         members: in execution order.
         bytes: of all members.
     """
 
     opened: int
+    rests: bool = False
     members: list[fx.Node] = field(default_factory=list)
     bytes: int = 0
 
@@ -106,13 +122,45 @@ def _bytes(step: Step) -> int:
     return max(step.result_bytes, step.buffer_numel * step.dtype.itemsize)
 
 
-def _merge(gm: fx.GraphModule, bucket: _Bucket, name: str) -> None:
-    """Replace the members and their waits by one collective and the pieces of its result."""
+def _prepared(node: fx.Node) -> list[fx.Node] | None:
+    """What must run before a gather of what lies at rest, in order; None where it reads what the phase computes."""
+    found: set[fx.Node] = set()
+    pending = list(node.all_input_nodes)
+    while pending:
+        operand = pending.pop()
+        if operand in found or operand.meta["phase"] != node.meta["phase"]:
+            continue
+        if operand.op == "placeholder" and operand.meta["role"] != "tangent":
+            continue
+        if operand.op == "placeholder" or is_collective(operand) or str(operand.target) in BIG:
+            return None
+        found.add(operand)
+        pending += operand.all_input_nodes
+    return sorted(found)
+
+
+def _rests(node: fx.Node) -> bool:
+    return node.meta["step"].kind == "all_gather" and _prepared(node) is not None
+
+
+def _hoist(bucket: _Bucket, before: fx.Node | None) -> None:
+    """Move the members, and what prepares them, to where the first stands or behind ``before``, whichever is earlier."""
+    moved = sorted({n for member in bucket.members for n in (*(_prepared(member) or ()), member)})
+    first = min(bucket.members)
+    place = before if before is not None and before < first else first.prev
+    for node in moved:
+        if node <= place:
+            continue
+        place.append(node)
+        place = node
+
+
+def _merge(gm: fx.GraphModule, bucket: _Bucket, name: str) -> fx.Node:
+    """Replace the members and their waits by one collective and the pieces of its result; the collective."""
     graph, first, last = gm.graph, bucket.members[0], bucket.members[-1]
     step: Step = first.meta["step"]
     rows = 1 if step.kind == "all_reduce" else step.parts
     waits = {m: next(iter(m.users)) for m in bucket.members}
-    order = {n: i for i, n in enumerate(graph.nodes)}
     emit = Emitter(graph, gm)
     emit.hint = name
     shared = {"phase": first.meta["phase"], "step": step, "steps": tuple(m.meta["step"] for m in bucket.members)}
@@ -120,7 +168,7 @@ def _merge(gm: fx.GraphModule, bucket: _Bucket, name: str) -> None:
     with first.meta["val"].fake_mode, torch.no_grad():
         with graph.inserting_before(last):
             issued = _issue(emit, bucket.members, step, rows)
-        with graph.inserting_before(min(waits.values(), key=order.__getitem__)):
+        with graph.inserting_before(min(waits.values())):
             received, widths = _receive(emit, issued, bucket.members, step, rows)
             parts = emit(aten.split_with_sizes.default, received, widths, 1)
         for i, (member, wait) in enumerate(waits.items()):
@@ -131,6 +179,7 @@ def _merge(gm: fx.GraphModule, bucket: _Bucket, name: str) -> None:
             wait.replace_all_uses_with(whole)
             graph.erase_node(wait)
             graph.erase_node(member)
+    return issued
 
 
 def _issue(emit: Emitter, members: list[fx.Node], step: Step, rows: int) -> fx.Node:

@@ -92,13 +92,22 @@ class _Order:
 
     def classify(self, node: fx.Node) -> None:
         operands = [a for a in node.all_input_nodes if a in self.index]
-        if "step" in node.meta and node.meta["step"].kind != "slice":
-            late = is_wait(node) or any(a in self.after and a.meta["step"] is node.meta["step"] for a in operands)
-            (self.after if late else self.before).add(node)
+        if self.is_late(node, operands):
+            self.after.add(node)
+        elif "step" in node.meta and node.meta["step"].kind != "slice":
+            self.before.add(node)
         elif not is_collective(node) and str(node.target) not in BIG and all(a in self.free for a in operands):
             self.free.add(node)
         movable = node in self.after or node in self.before or node in self.free
         self.earliest[node] = max((self.earliest[a] for a in operands), default=-1) if movable else self.index[node]
+
+    def is_late(self, node: fx.Node, operands: list[fx.Node]) -> bool:
+        """Whether it is a wait, or only rearranges or slices what was waited for."""
+        if is_wait(node):
+            return True
+        step = node.meta.get("step")
+        waited = [a for a in operands if a in self.after]
+        return step is not None and any(step.kind == "slice" or a.meta["step"] is step for a in waited)
 
     def sorted(self) -> list[fx.Node]:
         end = len(self.body)

@@ -23,6 +23,7 @@ from meshwright.planner.ir.spec import Placements, even_local_shape, local_slice
 from meshwright.runtime.compile import compile_program
 from meshwright.runtime.device import use_device_kernels
 from meshwright.runtime.gather import gather_whole
+from meshwright.runtime.inplace import reduce_in_place
 from meshwright.runtime.inputs import Call, CallBinder, PlainLeaf, TensorLeaf
 from meshwright.runtime.mesh import coordinate_of, device_of, group_names, mesh_shape, torch_placements
 
@@ -150,7 +151,11 @@ def bind_program(
     with _LOWERING:
         local = lower(capture, plan, coordinate_of(mesh), group_names(mesh), device=device_of(mesh))
     local = use_device_kernels(local, device_of(mesh))
-    forward, backward = compile_program(local, capture) if compile else (local.forward.forward, _forward_of(local.backward))
+    if compile:
+        forward, backward = compile_program(local, capture)
+    else:
+        local = reduce_in_place(local)
+        forward, backward = local.forward.forward, _forward_of(local.backward)
     placeholders, plain = binder.captured(capture)
     wanting = {o.name for o in capture.graph.outputs_of("gradient") if o.value is not None}
     call: Call = {
