@@ -256,7 +256,7 @@ class _Matcher:
         return found[-1]
 
     def _salts(self) -> int:
-        steps = {b.args[1] - a.args[1] for a, b in self.alike.items() if a.target is RANDOM}  # type: ignore[operator]
+        steps: set[Any] = {b.args[1] - a.args[1] for a, b in self.alike.items() if a.target is RANDOM}  # type: ignore[operator]
         if len(steps) > 1:
             raise Unlike("its random calls are numbered unevenly")
         return steps.pop() if steps else 0

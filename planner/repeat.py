@@ -17,12 +17,12 @@ from typing import Any
 
 from torch import fx, nn
 
-from meshwright.planner import remat, trace
+from meshwright.planner import remat, trace, walk
 from meshwright.planner.alike import Stack, find_stacks, shortened
 from meshwright.planner.correspond import Match, Unlike, correspond
 from meshwright.planner.faking import buffer_names, parameter_names
 from meshwright.planner.ir.errors import TraceError
-from meshwright.planner.ir.graph import Capture, OpGraph, Repeat
+from meshwright.planner.ir.graph import Capture, OpGraph, Repeat, ops_of
 from meshwright.planner.splice import copy_name, splice
 
 Order = Mapping[tuple[str, str], int]
@@ -37,11 +37,14 @@ def state_order(model: nn.Module) -> Order:
 
 @dataclass(frozen=True)
 class _Spliced:
-    """A graph with copies, its view, and the matches it was made by."""
+    """A graph with copies, its view without ops, and the matches it was made by."""
 
     graph: fx.Graph
-    view: OpGraph
+    ends: OpGraph
     matches: tuple[Match, ...]
+
+    def view(self) -> OpGraph:
+        return OpGraph(self.ends.inputs, ops_of(self.graph), self.ends.outputs)
 
 
 def _splice_all(small: Capture, stacks: tuple[Stack, ...], order: Order, copies: Callable[[Stack], int]) -> _Spliced:
@@ -94,8 +97,8 @@ class Folded:
         assert self._small is not None
         spliced = _splice_all(self._small, self._stacks, self._order, lambda s: s.copies)
         if not self.plannable.training:
-            return spliced.graph, spliced.view
-        return remat.rewritten(spliced.graph, spliced.view, map_kept(self._kept, self.repeats))
+            return spliced.graph, spliced.view()
+        return remat.rewritten(spliced.graph, spliced.ends, map_kept(self._kept, self.repeats))
 
     @property
     def whole_view(self) -> OpGraph:
@@ -156,18 +159,36 @@ def capture_folded(
         progress("capture")
         return trace.capture(model, args, kwargs, precision=precision, training=training)
 
-    stacks = find_stacks(model) if fold and isinstance(model, nn.Module) else ()
+    stacks = find_stacks(model) if fold and isinstance(model, nn.Module) and isinstance(args, tuple) else ()
     for tail in (1, 2) if stacks else ():
         tried = tuple(s for s in (dataclasses.replace(s, tail=tail) for s in stacks) if s.copies > 1)
         if not tried:
             break
         try:
+            progress("capture")
+            _check_forward(model, args, kwargs or {}, tried)
             return _folded(model, tried, captured, progress)
         except (Unlike, TraceError) as e:
             notes = [f"{', '.join(s.path for s in tried)}: captured whole, because {e}"]
     whole = captured()
     progress("recompute")
     return Folded(remat.save_few(whole), tuple(notes))
+
+
+def _check_forward(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], stacks: tuple[Stack, ...]) -> None:
+    """See :mod:`~meshwright.planner.walk`.
+
+    Raises:
+        Unlike: forward does not treat the blocks alike, or cannot be followed outside of a capture.
+    """
+    try:
+        with trace.as_captured(args, kwargs):
+            whole = walk.story(model, args, kwargs, stacks)
+            with shortened(model, stacks):
+                short = walk.story(model, args, kwargs, stacks)
+    except Exception as e:  # whatever the model raises: its capture says it better
+        raise Unlike(f"its forward on fake tensors raises {type(e).__name__}: {e}") from e
+    walk.check_stories(whole, short, stacks)
 
 
 def _folded(
@@ -181,7 +202,7 @@ def _folded(
     names = [name for r in repeats for name in r.instance]
     if len(set(names)) != len(names):
         raise Unlike("an op belongs to two lists of blocks")
-    capture = _with_graph(small, spliced.graph, spliced.view, repeats)
+    capture = _with_graph(small, spliced.graph, spliced.view(), repeats)
     progress("recompute")
     kept = remat.choose_kept(capture.graph) if capture.training else set()
     return Folded(remat.save_few(capture, kept), (), small, stacks, order, frozenset(kept))

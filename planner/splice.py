@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from meshwright.planner.correspond import RANDOM, Match, child_of
-from meshwright.planner.ir.graph import GraphInput, GraphOutput, OpGraph, fx_value, ops_of
+from meshwright.planner.ir.graph import GraphInput, GraphOutput, OpGraph, fx_value
 
 _ROLES = ("parameter", "buffer", "input", "constant", "seed", "tangent")
 
@@ -75,26 +75,38 @@ class _Splicer:
         self.made[node, k] = copy
 
     def _emit(self, node: fx.Node, k: int) -> None:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._read(node, n, k))
+        """Write copy ``k`` of a node, after whatever it reads that stands later in the captured order."""
+        pending = [(node, k)]
+        while pending:
+            top = pending[-1]
+            missing = [key for n in top[0].all_input_nodes if (key := self._read(top[0], n, top[1])) not in self.made]
+            pending += missing
+            if not missing:
+                pending.pop()
+                if top not in self.made:
+                    self._write(*top)
+
+    def _write(self, node: fx.Node, k: int) -> None:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.made[self._read(node, n, k)])
         if node.target is RANDOM:
             args = (args[0], self._numbered(node, k), *args[2:])
         copy = self.new.create_node("call_function", node.target, args, kwargs, name=copy_name(node.name, k))
         copy.meta = self._meta(node, k)
         self.made[node, k] = copy
 
-    def _read(self, reader: fx.Node, value: fx.Node, k: int) -> fx.Node:
-        """What copy ``k`` of ``reader`` (or, for 0, the node itself) reads for ``value``."""
+    def _read(self, reader: fx.Node, value: fx.Node, k: int) -> tuple[fx.Node, int]:
+        """What copy ``k`` of ``reader`` (or, for 0, the node itself) reads for ``value``: a node and its copy."""
         position = self.match.owner.get(value)
         if reader in self._own:
             if position == self._first:
-                return self.made[value, k]
+                return value, k
             if position == self._next and value in self.match.later:
-                return self.made[value, 0] if k == self.copies else self.made[self.match.later[value], k + 1]
+                return (value, 0) if k == self.copies else (self.match.later[value], k + 1)
             before = self.match.earlier.get((reader, value)) if k else None
-            return self.made[value, 0] if before is None else self.made[before, k - 1]
+            return (value, 0) if before is None else (before, k - 1)
         if position == self._first and self.match.owner.get(reader) == self._next:
-            return self.made[value, self.copies]
-        return self.made[value, 0]
+            return value, self.copies
+        return value, 0
 
     def _numbered(self, node: fx.Node, k: int) -> int:
         """The number of a random call: those of later blocks move on."""
@@ -130,7 +142,8 @@ def splice(
         order: (role, first name) of the whole model's parameters and buffers to their position.
 
     Returns:
-        The new graph and its view. Inputs and outputs are in the order of the whole model.
+        The new graph, and its view *without ops* (``ops_of`` lists them). Inputs and outputs are in the order of the whole
+        model.
     """
     work = _Splicer(graph, match, copies)
     holders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
@@ -149,7 +162,7 @@ def splice(
     outputs = tuple(
         dataclasses.replace(o, value=None if node is None else fx_value(work.made[node, k])) for node, k, o in results
     )
-    return work.new, OpGraph(entries, ops_of(work.new), outputs)
+    return work.new, OpGraph(entries, (), outputs)
 
 
 def _input(entry: GraphInput, match: Match, k: int) -> GraphInput:

@@ -162,6 +162,13 @@ def _gives_positions(call: Call) -> bool:
     return any("position" in name for name in names) or sum(name.startswith("args[") for name in names) > 1
 
 
+@contextlib.contextmanager
+def as_captured(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """While entered, a model called with these inputs takes the paths that a capture takes."""
+    with _no_fused_modules(), masks.as_in_eager(_gives_positions(Call.of(args, dict(kwargs)))):
+        yield
+
+
 def _joint_graph(program: _Program, call: Call, mode: FakeTensorMode, training: bool) -> tuple[nn.Module, fx.GraphModule]:
     inputs = tuple(
         fake_like(call.leaves[i], mode, requires_grad=training and call.leaves[i].requires_grad) for i in call.tensor_at
