@@ -14,9 +14,12 @@ PRIVATE_TORCH = {
     "planner/decompose.py",
     "planner/faking.py",
     "planner/trace.py",
+    "planner/walk.py",
     "runtime/compile.py",
     "runtime/mesh.py",
+    "tests/helpers/counting.py",
     "tests/helpers/threads.py",
+    "tests/test_trace.py",
 }
 """Files that may import ``torch._x``: what breaks between releases of torch breaks here."""
 
