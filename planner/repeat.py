@@ -67,7 +67,9 @@ def _repeat(match: Match) -> Repeat:
     instance.update((copy_name(n.name, 1), stack.first + 1) for n in match.own)
     summed = [v for op in match.sums for v in op.all_input_nodes if v in match.later]
     apart = {n for v in summed for n in (v.name, match.later[v].name, copy_name(match.later[v].name, 1))}
-    return Repeat(stack.path, stack.first, stack.total, stack.copies, instance, frozenset(apart))
+    through = {n for (_, x), y in match.earlier.items() for n in (x.name, y.name, copy_name(y.name, 1))}
+    again = frozenset(f"{n}_r" for n in through)
+    return Repeat(stack.path, stack.first, stack.total, stack.copies, instance, frozenset(apart), again)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.planner import blocks, fuse, rules
+from meshwright.planner.correspond import Unlike
 from meshwright.planner.cost import CostModel
 from meshwright.planner.ir.cluster import ClusterGraph
 from meshwright.planner.ir.errors import InputError, NoRuleError
@@ -155,8 +156,16 @@ class _Search:
         self.demands = self._demands()
 
     def _clusters(self) -> ClusterGraph:
+        """Fused and folded clusters. Where a kernel would span several copies of a block, values between blocks stay apart."""
+        repeats = self.capture.repeats
+        apart = frozenset[str]().union(*(r.apart for r in repeats))
+        try:
+            return self._clusters_apart(apart)
+        except Unlike:
+            return self._clusters_apart(apart.union(*(r.crossing for r in repeats)))
+
+    def _clusters_apart(self, apart: frozenset[str]) -> ClusterGraph:
         with self.clock.phase("fuse"):
-            apart = frozenset().union(*(r.apart for r in self.capture.repeats))
             clusters = fuse.fuse(self.capture.graph, rules.rows_for, apart)
         if self.options.on_missing_rule == "error":
             _require_rules(clusters)
@@ -349,5 +358,7 @@ def _fallbacks(clusters: ClusterGraph, walked: Evaluation) -> tuple[Fallback, ..
             size = sum(v.size_bytes for op in cluster.ops if op.target == target for v in op.outs if v is not None)
             before = found.get(target, Fallback(target, 0, 0.0, 0))
             count = sum(op.target == target for op in cluster.ops)
-            found[target] = Fallback(target, before.count + times * count, before.time_s + times * seconds, before.bytes + times * size)
+            found[target] = Fallback(
+                target, before.count + times * count, before.time_s + times * seconds, before.bytes + times * size
+            )
     return tuple(found.values())

@@ -53,7 +53,9 @@ class _Splicer:
     def ops(self) -> None:
         """Every op, in order, copies in their places."""
         after = self.forward[-1]
-        before = self.backward[0] if self.backward else None
+        later = self.match.later
+        before = next((n for n in self.backward if any(x in later for x in n.all_input_nodes)), None)
+        before = before or next(iter(self.backward), None)
         for node in self.old.nodes:
             if node.op != "call_function":
                 continue

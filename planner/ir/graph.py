@@ -237,6 +237,7 @@ class Repeat:
         instance: name of an FX node that belongs to a captured block, to that block's position: ``first`` is block 1, the next
             one its copy. Nodes that compute a forward op again in the backward are not listed.
         apart: values that go from block to block through a sum over all of them: no kernel makes and reads one.
+        crossing: values computed again that go from block to block: no kernel does where one would span several blocks.
     """
 
     path: str
@@ -245,6 +246,7 @@ class Repeat:
     copies: int
     instance: Mapping[str, int]
     apart: frozenset[str] = frozenset()
+    crossing: frozenset[str] = frozenset()
 
 
 @dataclass
