@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import meshwright as mw
-from tests.helpers.models import ZOO
+from tests.helpers.models import ZOO, gpt2
 from tests.helpers.ranks import run_ranks
 
 MLP = ZOO["mlp"]
+GPT2 = ZOO["gpt2"]
 
 
 def _train(model: nn.Module, batch: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
@@ -171,3 +172,41 @@ def test_every_mistake_is_a_typed_error_on_every_rank():
 def test_without_a_process_group_the_remedy_is_named():
     with pytest.raises(mw.InputError, match="no process group: start the script with torchrun or `meshwright run"):
         mw.autoparallelize(MLP.model(), (2,))
+
+
+# --- repeated blocks ----------------------------------------------------------------------------------------------
+
+
+def _deep(rank: int) -> dict[str, Any]:
+    model = gpt2(0.0, layers=6)
+    pm = mw.autoparallelize(model, init_device_mesh("cpu", (2,)), GPT2.batch(), strategy="zero3")
+    optimizer = _adamw(pm)
+    losses = []
+    for _ in range(3):
+        loss = pm(**GPT2.batch()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "captured": pm.plan.folded["captured"]}
+
+
+def test_copied_layers_train_as_on_one_device():
+    torch.manual_seed(0)
+    model = gpt2(0.0, layers=6)
+    optimizer = _adamw(model)
+    expected = []
+    for _ in range(3):
+        loss = model(**GPT2.batch()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+
+    def one(rank: int) -> dict[str, Any]:
+        torch.manual_seed(0)
+        return _deep(rank)
+
+    for found in run_ranks(2, one):
+        assert found["losses"] == pytest.approx(expected, rel=1e-5)
+        assert found["captured"] == [{"list": "transformer.h", "captured": [0, 1, 5], "of": 6}]
