@@ -13,6 +13,7 @@ Inputs that the backward reads are not saved but passed again, except buffers th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -58,10 +59,11 @@ def split(gm: fx.GraphModule, graph: OpGraph, *, training: bool) -> Halves:
     for r in early:
         if r.meta["phase"] != "forward":
             raise VerifyError(f"node {r.name} is a result of the forward, but the backward makes it")
-    placeholders = [n for n in nodes if n.op == "placeholder"]
+    late = _small(gm.graph, late)
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     forward_inputs = [n for n in placeholders if n.meta["phase"] == "forward"]
     tangents = [n for n in placeholders if n.meta["phase"] == "backward"]
-    body = [n for n in nodes if n.op == "call_function" and n.meta["phase"] == "backward"]
+    body = [n for n in gm.graph.nodes if n.op == "call_function" and n.meta["phase"] == "backward"]
     body, roots = _crossing(gm.graph, body, [g for g, _ in late], mutated={o.name for o in graph.outputs_of("mutation")})
     saved = [r for r in roots if r.op != "placeholder"]
     again = [r for r in forward_inputs if r in set(roots)]
@@ -130,6 +132,25 @@ def _views_to_root(node: fx.Node) -> list[fx.Node]:
     while chain[-1].meta.get("alias") is not None and not is_collective(chain[-1]):
         chain.append(chain[-1].all_input_nodes[chain[-1].meta["alias"]])
     return chain
+
+
+def _small(graph: fx.Graph, gradients: list[tuple[fx.Node, str]]) -> list[tuple[fx.Node, str]]:
+    """The gradients, copied where together they are at most half of the reduced buffer that they would keep alive.
+
+    Their sizes are those of the largest pieces, so that all ranks decide alike.
+    """
+    root = {g: _views_to_root(g)[-1] for g, _ in gradients if "step" in g.meta}
+    used: Counter[fx.Node] = Counter()
+    for g in root:
+        used[root[g]] += g.meta["step"].result_bytes
+    copies: dict[fx.Node, fx.Node] = {}
+    for g, whole in root.items():
+        if g is not whole and is_collective(whole) and 2 * used[whole] <= _bytes(whole):
+            with graph.inserting_after(g):
+                copies[g] = graph.call_function(aten.clone.default, (g,), {"memory_format": torch.contiguous_format})
+            with g.meta["val"].fake_mode:
+                copies[g].meta.update(g.meta, val=torch.empty(g.meta["val"].shape, dtype=g.meta["val"].dtype), alias=None)
+    return [(copies.get(g, g), name) for g, name in gradients]
 
 
 def _bytes(node: fx.Node) -> int:

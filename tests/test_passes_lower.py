@@ -147,3 +147,24 @@ def test_passes_leave_numbered_readable_files(tmp_path, monkeypatch) -> None:
     names = sorted(p.name for p in (tmp_path / "rank-1").iterdir())
     assert names[0] == "00_rewrite_for_rank.txt" and "99_backward.txt" in names
     assert "all_reduce" in (tmp_path / "rank-1" / "99_backward.txt").read_text()
+
+
+def test_gathers_of_parameters_share_buffers_and_each_is_issued_before_the_last_one_is_used_up() -> None:
+    program, _ = captured("gpt2")
+    lowered = lower(program, greedy_plan(program, MeshShape.of(2), batch_axes=(0,), parameters={"*": (S(0),)}), (0,), ("g",))
+    logical, wire = count_collectives(lowered), count_collectives(lowered, logical=False)
+    assert wire["forward", 0, "all_gather"] * 4 <= logical["forward", 0, "all_gather"]
+
+
+def test_at_most_three_reductions_to_pieces_are_under_way() -> None:
+    program, _ = captured("gpt2")
+    plan = greedy_plan(program, MeshShape.of(2), batch_axes=(0,), parameters={"*": (S(0),)})
+    lowered = lower(program, plan, (0,), ("g",), bucket_bytes=4096)
+    under_way, most = set(), 0
+    for node in lowered.backward.graph.nodes:
+        if "reduce_scatter_tensor" in str(node.target):
+            under_way.add(node)
+        elif "wait_tensor" in str(node.target):
+            under_way -= set(node.all_input_nodes)
+        most = max(most, len(under_way))
+    assert 2 <= most <= 3
