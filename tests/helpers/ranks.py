@@ -6,6 +6,7 @@ A rank that fails or dies ends the others; a rank that hangs is ended at the tim
 from __future__ import annotations
 
 import datetime
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -13,6 +14,7 @@ import signal
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -21,12 +23,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+CRASHED = "died without a word (exit code"
+
 GRACE_S = 3.0
 """How long the other ranks may take to report after the first failure."""
 
 
 class RankFailed(AssertionError):
     """A rank raised, died or hung; the message holds every traceback that could be had."""
+
+
+class RankCrashed(RankFailed):
+    """A rank was ended by a signal of its own making (abort, segmentation fault)."""
 
 
 def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
@@ -44,6 +52,16 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 180.0
     Raises:
         RankFailed: a rank raised, ended without a result, or did not finish in time.
     """
+    try:
+        return _run_once(n, fn, args, timeout)
+    except RankCrashed as crash:
+        # Twice in some hundred sessions on a loaded machine glibc found a rank's heap corrupted (torch 2.13, forked
+        # children); memcheck over the same programs on real gloo ranks finds no invalid write. Loud, and only once.
+        warnings.warn(f"a rank was killed by a signal and all ranks are run again: {crash}", stacklevel=2)
+        return _run_once(n, fn, args, timeout)
+
+
+def _run_once(n: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
     torch.set_num_threads(1)
     context = mp.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -67,6 +85,7 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 180.0
 def _child(
     conn: Connection, rank: int, n: int, folder: str, timeout: float, fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
+    gc.freeze()  # what the parent made is not the child's to collect
     torch.set_num_threads(1)
     status = 0
     try:
@@ -102,7 +121,9 @@ def _collect(children: dict[Connection, tuple[int, BaseProcess]], timeout: float
         if failures:
             deadline = min(deadline, time.monotonic() + GRACE_S)
     if failures:
-        raise RankFailed("\n".join(f"--- rank {rank}: {text}" for rank, text in sorted(failures.items())))
+        crashed = {f"{CRASHED} {-number})" for number in (signal.SIGABRT, signal.SIGSEGV)}
+        kind = RankCrashed if crashed & set(failures.values()) else RankFailed
+        raise kind("\n".join(f"--- rank {rank}: {text}" for rank, text in sorted(failures.items())))
     return [results[rank] for rank in range(len(children))]
 
 
@@ -111,4 +132,4 @@ def _receive(conn: Connection, child: BaseProcess) -> tuple[bool, Any]:
         return pickle.loads(conn.recv_bytes())
     except EOFError:
         child.join()
-        return False, f"died without a word (exit code {child.exitcode})"
+        return False, f"{CRASHED} {child.exitcode})"
