@@ -140,7 +140,7 @@ IMAGES = ("vit-h", "resnet-152")
 
 ROWS = (
     Row("llama-3-8b", "8x8xH100", "llama-3-8b", 64, 8192, target_s=6),
-    Row("llama-3-70b", "64x8xH100", "llama-3-70b", 512, 8192, target_s=10),
+    Row("llama-3-70b", "64x8xH100", "llama-3-70b", 512, 4096, target_s=10),
     Row("llama-3-405b", "2048x8xH100", "llama-3-405b", 2048, 8192, target_s=20),
     Row("mixtral-8x22b", "32x8xH100", "mixtral-8x22b", 256, 4096, target_s=20),
     Row("gpt2-xl", "2x8xA100-80", "gpt2-xl", 64, 1024, target_s=8),

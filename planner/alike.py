@@ -31,8 +31,9 @@ class Stack:
 
     Attributes:
         path: dotted path of the list.
-        first: index of the first captured child that stands for others; at least 1, so that it has a predecessor.
-        total: number of children; all from ``first`` on are alike.
+        first: index of the first captured child that stands for others. The one before it is alike, too, so that it meets its
+            predecessor as all others meet theirs.
+        total: number of children; all from ``first - 1`` on are alike.
         tail: how many of the last children are captured. Two, where the very last one meets what follows in another way.
     """
 
@@ -148,7 +149,7 @@ def _stack(model: nn.Module, path: str, module: nn.Module) -> Stack | None:
     first = total - 1
     while first > 0 and alike(children[-1], children[first - 1], total - 1, first - 1):
         first -= 1
-    stack = Stack(path, max(first, 1), total)
+    stack = Stack(path, first + 1, total)
     if stack.copies < 1 or not _is_apart(children):
         return None
     lists = list(_per_layer_lists(model, total))

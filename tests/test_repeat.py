@@ -148,11 +148,11 @@ def test_the_model_is_left_as_it_was() -> None:
 # --- what is alike ------------------------------------------------------------------------------------------------
 
 
-def test_a_first_block_that_differs_is_captured_beside_one_that_stands_for_others() -> None:
+def test_blocks_that_differ_at_the_start_are_captured_beside_one_that_stands_for_others() -> None:
     model = Tower(7)
     model.blocks[1].extra = nn.Parameter(torch.ones(1))  # type: ignore[union-attr]
-    assert find_stacks(model) == (Stack("blocks", 2, 7),)
-    assert find_stacks(model)[0].kept == (0, 1, 2, 6) and find_stacks(model)[0].copies == 3
+    assert find_stacks(model) == (Stack("blocks", 3, 7),)
+    assert find_stacks(model)[0].kept == (0, 1, 2, 3, 6) and find_stacks(model)[0].copies == 2
 
 
 def test_short_lists_are_not_folded() -> None:
