@@ -203,7 +203,8 @@ class Plan:
         fallbacks: ops without a rule.
         alternatives: the named strategies beside it.
         solver: phases and sizes: ``{"trace_s": ..., "solve_s": ..., "variables": ...}``.
-        folded: ``{"classes": ..., "clusters": ..., "blocks": ...}``: what was decided once for many.
+        folded: ``{"classes": ..., "clusters": ..., "blocks": ...}``: what was decided once for many; ``"captured"``: the lists of
+            modules of which only some were traced and the others copied.
         notes: sentences the reader must know (options ignored, limits reached).
         input_info: what each placeholder is, by value name; for reports only.
         op_info: what each op is, by name; for reports only.
