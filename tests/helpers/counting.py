@@ -1,12 +1,19 @@
-"""Counts the functional collectives that really run; unlike torch's CommDebugMode also where ranks are threads."""
+"""Counts the functional collectives that really run; unlike torch's CommDebugMode also where ranks are threads.
+
+The generated code looks an op up as ``torch.ops._c10d_functional.all_reduce.default`` at every call, so the counter
+stands in for those attributes. A TorchDispatchMode would do as well, but ranks on a loaded machine crashed inside the
+collectives that it called again (torch 2.13: three times, each time there and nowhere else).
+"""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+import torch
+import torch.distributed._functional_collectives  # defines the ops
 
 _KINDS = {
     "all_reduce": "all_reduce",
@@ -16,21 +23,62 @@ _KINDS = {
     "all_to_all_single": "all_to_all",
 }
 
+_counting: dict[int, Counter[str]] = {}
+"""By thread, what is being counted there."""
 
-class CountCollectives(TorchDispatchMode):
-    """Inside ``with``, counts ``_c10d_functional`` collectives by kind.
+
+class _Counted:
+    """An op that counts its calls while its thread asks for it."""
+
+    def __init__(self, op: Callable[..., Any], kind: str):
+        self._op, self._kind = op, kind
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        counts = _counting.get(threading.get_ident())
+        if counts is not None:
+            counts[self._kind] += 1
+        return self._op(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._op, name)
+
+
+_LOCK = threading.Lock()
+
+
+def _stand_in() -> None:
+    with _LOCK:
+        for name, kind in _KINDS.items():
+            packet = getattr(torch.ops._c10d_functional, name)
+            if not isinstance(packet.default, _Counted):
+                packet.default = _Counted(packet.default, kind)
+
+
+def _restore() -> None:
+    with _LOCK:
+        if _counting:
+            return
+        for name in _KINDS:
+            packet = getattr(torch.ops._c10d_functional, name)
+            if isinstance(packet.default, _Counted):
+                packet.default = packet.default._op
+
+
+class CountCollectives:
+    """Inside ``with``, counts the ``_c10d_functional`` collectives that this thread's generated code calls, by kind.
 
     Attributes:
         counts: by ``all_gather``, ``all_reduce``, ``reduce_scatter``, ``all_to_all``.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            return NotImplemented
-        if func.namespace == "_c10d_functional" and func._opname in _KINDS:
-            self.counts[_KINDS[func._opname]] += 1
-        return func(*args, **(kwargs or {}))
+    def __enter__(self) -> CountCollectives:
+        _counting[threading.get_ident()] = self.counts
+        _stand_in()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del _counting[threading.get_ident()]
+        _restore()
