@@ -1,8 +1,8 @@
 """Counts the functional collectives that really run; unlike torch's CommDebugMode also where ranks are threads.
 
 The generated code looks an op up as ``torch.ops._c10d_functional.all_reduce.default`` at every call, so the counter
-stands in for those attributes. A TorchDispatchMode would do as well, but ranks on a loaded machine crashed inside the
-collectives that it called again (torch 2.13: three times, each time there and nowhere else).
+stands in for those attributes. A TorchDispatchMode would do as well, but on a loaded machine ranks crashed in collectives
+that it called again (torch 2.13; seen twice, and once in a session that had used it before; the cause is not known).
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float = 180.0
     try:
         return _run_once(n, fn, args, timeout)
     except RankCrashed as crash:
-        # Twice in some hundred sessions on a loaded machine glibc found a rank's heap corrupted (torch 2.13, forked
-        # children); memcheck over the same programs on real gloo ranks finds no invalid write. Loud, and only once.
+        # On a loaded machine a forked rank crashed now and then, twice with its heap corrupted (torch 2.13). The cause is
+        # not known; memcheck over one model's programs on real gloo ranks found no invalid write. Loud, and only once.
         warnings.warn(f"a rank was killed by a signal and all ranks are run again: {crash}", stacklevel=2)
         return _run_once(n, fn, args, timeout)
 
