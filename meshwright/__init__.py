@@ -13,6 +13,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from meshwright import collector
+
 if TYPE_CHECKING:
     from meshwright.api import autoparallelize as autoparallelize, plan as plan
     from meshwright.custom import rule as rule
@@ -60,7 +62,8 @@ __all__ = ["__version__", *_HOME]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'meshwright' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(import_module(_HOME[name]), name)
+    with collector.paused():
+        value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from meshwright import collector
 from meshwright.debug import Progress
 from meshwright.inputs import call_of, model_of
 from meshwright.lazy import LazyParallelModule, Maker
@@ -68,9 +70,12 @@ def plan(
     """
     request = Request(strategy, memory_limit, optimizer, precision, pins, on_missing_rule, respect_axis_names, fold_capture)
     target = target_of(mesh_or_cluster, hardware)
-    module = model_of(model)
-    captured, times = capture_call(module, call_of(example_inputs), request, training, progress)
-    return plan_capture(captured, target, request, model_name(module), times, progress)
+    with collector.paused():
+        started = time.perf_counter()
+        module = model_of(model)
+        made_s = time.perf_counter() - started
+        captured, times = capture_call(module, call_of(example_inputs), request, training, progress)
+        return plan_capture(captured, target, request, model_name(module), {"model_s": made_s, **times}, progress)
 
 
 def autoparallelize(

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from meshwright import collector
 from meshwright.planner.ir.errors import MeshwrightError
 
 app = typer.Typer(
@@ -45,7 +46,7 @@ def plan(
     from meshwright.planner.ir.mesh import Cluster
 
     where = Cluster.parse(cluster)
-    with _Phases(Console(stderr=True)) as phases:
+    with _Phases(Console(stderr=True)) as phases, collector.paused():
         phases("load")
         from meshwright.api import plan as make_plan
         from meshwright.models import load_named

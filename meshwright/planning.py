@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright import debug
+from meshwright import collector, debug
 from meshwright.inputs import Call
 from meshwright.planner import search
 from meshwright.planner.correspond import Unlike
@@ -122,9 +122,9 @@ def plan_capture(
     found, notes = _folded_plan(captured, target, request, model, tell)
     if found is None:
         found = search.make_plan(captured.whole, target.mesh, target.hardware, request.options(model, request.pins or {}, tell))
-    plan = replace(found, solver={**times, **found.solver}, notes=(*found.notes, *captured.notes, *notes)).described(
-        captured.whole_view
-    )
+    started = time.perf_counter()
+    plan = replace(found, notes=(*found.notes, *captured.notes, *notes)).described(captured.whole_view)
+    plan = replace(plan, solver={**times, **found.solver, "describe_s": time.perf_counter() - started})
     debug.show_plan(plan)
     return plan
 
@@ -161,11 +161,13 @@ def plan_on_ranks(
     """
     from meshwright.runtime.mesh import broadcast_text
 
-    captured, times = capture_call(model, call, request, training)
+    with collector.paused():
+        captured, times = capture_call(model, call, request, training)
     text, failure = None, None
     if is_first(mesh):
         try:
-            text = plan_capture(captured, target, request, model_name(model), times).to_json()
+            with collector.paused():
+                text = plan_capture(captured, target, request, model_name(model), times).to_json()
         except Exception as e:
             failure, text = e, _error_text(e)
     text = broadcast_text(text, mesh)

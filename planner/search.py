@@ -238,7 +238,8 @@ class _Search:
             if name == "auto":
                 found = self._not_worse(found, [f for a, f in others if a.fits and f is not None])
         with self.clock.phase("check"):
-            return self._checked(name, found, alternatives)
+            plan = self._checked(name, found, alternatives)
+        return replace(plan, solver=self._solver(found))
 
     def _others(self, name: str) -> list[tuple[Alternative, _Found | None]]:
         """The other named strategies, each solved as well as it can be."""
@@ -282,7 +283,7 @@ class _Search:
         verify_plan(plan, self.capture.graph)
         walked = evaluate(plan, self.capture.graph, self.clusters, self.costs, self._state_bytes())
         require_equal(found.outcome, walked.outcome, plan.collectives, walked.collectives)
-        return replace(plan, fallbacks=_fallbacks(self.clusters, walked), solver=self._solver(found))
+        return replace(plan, fallbacks=_fallbacks(self.clusters, walked))
 
     def _spelled_out(self, name: str, found: _Found, alternatives: tuple[Alternative, ...]) -> Plan:
         graph, outcome = self.capture.graph, found.outcome

@@ -1,0 +1,20 @@
+"""Planning without Python's cyclic garbage collector: it makes many objects, all in use, and looking through them again and
+again took a fifth of the time (measured, Llama-3-8B)."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """While entered, no cyclic garbage is collected; afterwards it is as it was before."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

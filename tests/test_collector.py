@@ -1,0 +1,35 @@
+"""The garbage collector is paused while planning, and afterwards as the user had it."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from meshwright import collector
+
+
+def test_collection_is_off_inside_and_on_again_afterwards():
+    assert gc.isenabled()
+    with collector.paused():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_it_comes_back_after_an_error_and_nests():
+    with pytest.raises(ValueError), collector.paused():
+        with collector.paused():
+            pass
+        assert not gc.isenabled()
+        raise ValueError
+    assert gc.isenabled()
+
+
+def test_a_user_who_switched_it_off_keeps_it_off():
+    gc.disable()
+    try:
+        with collector.paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
