@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -42,11 +43,24 @@ def use_device_kernels(program: LocalProgram, device: torch.device) -> LocalProg
 # attn_mask=None, scale=None) -> (grad_query, grad_key, grad_value). Source: native_functions.yaml of torch 2.13.
 
 
+_LSE_MULTIPLE = 32
+"""The memory-efficient kernels make and want logsumexp padded to a multiple of this, with infinity: no probability there. The program
+has it without. Source: ``kAlignLSE`` of torch's mem_eff_attention."""
+
+
 def _attention(graph: fx.Graph, node: fx.Node, device: torch.device) -> None:
     query, key, value, dropout, causal = _positional(node, 0.0, False)
     mask = node.kwargs.get("attn_mask")
     node.target = _aten._scaled_dot_product_efficient_attention.default
     node.args, node.kwargs = (query, key, value, mask, True, dropout, causal), {"scale": node.kwargs.get("scale")}
+    length = query.meta["val"].shape[2]
+    for result in [user for user in node.users if user.args[1] == 1] if length % _LSE_MULTIPLE else []:
+        readers = list(result.users)
+        with graph.inserting_after(result):
+            cut = graph.call_function(_aten.slice.Tensor, (result, 2, 0, length))
+        cut.meta.update(result.meta)
+        for reader in readers:
+            reader.replace_input_with(result, cut)
 
 
 def _attention_backward(graph: fx.Graph, node: fx.Node, device: torch.device) -> None:
@@ -55,6 +69,8 @@ def _attention_backward(graph: fx.Graph, node: fx.Node, device: torch.device) ->
     with graph.inserting_before(node):
         # the random state of attention's own dropout, which is 0 here: dropout is a separate op in captured graphs
         state = graph.call_function(_aten.full.default, ([], 0), {"dtype": torch.int64, "device": device})
+        if missing := -query.meta["val"].shape[2] % _LSE_MULTIPLE:
+            logsumexp = graph.call_function(_aten.constant_pad_nd.default, (logsumexp, [0, missing], math.inf))
     node.target = _aten._scaled_dot_product_efficient_attention_backward.default
     wanted = [True, True, True, False]
     node.args = (grad, query, key, value, mask, out, logsumexp, state, state, dropout, wanted, causal)

@@ -235,6 +235,15 @@ def test_attention_counts_its_flops_and_half_of_them_where_causal():
     assert heads == pytest.approx(full["R,R,R"] / 2, rel=0.01)
 
 
+def test_causal_attention_of_a_stretch_of_queries_costs_what_its_last_rank_does():
+    """The last of 4 stretches sees 3 others and half of its own: 3.5/4 of the keys, where all queries see half."""
+    shape = (4, 32, 4096, 128)
+    op = one_op("aten._scaled_dot_product_flash_attention_for_cpu.default", shape, shape, shape, rest=(0.0, True))
+    costs = costs_of(op, MeshShape.of(4))
+    merge = 3 * 4 * 32 * 1024 * 128 * 2 / 3350e9 + 7 * 4e-6
+    assert costs["S(2),R,R"] - merge - 4e-6 == pytest.approx((costs["R,R,R"] - 4e-6) / 4 * (3.5 / 4) / 0.5, rel=1e-3)
+
+
 def test_a_convolution_counts_every_tap():
     rest = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     conv = one_op("aten.convolution.default", (64, 256, 56, 56), (256, 256, 3, 3), rest=rest)

@@ -80,7 +80,21 @@ def test_grouped_query_heads_shard_with_their_keys():
         0.0,
         True,
     )
-    assert [str(r) for r in rows_for(op)[1:]] == ["S(0),S(0),S(0) -> S(0),S(0)", "S(1),S(1),S(1) -> S(1),S(1)"]
+    assert [str(r) for r in rows_for(op)[1:3]] == ["S(0),S(0),S(0) -> S(0),S(0)", "S(1),S(1),S(1) -> S(1),S(1)"]
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "masked", "rows"), [(4, 4, False, 3), (4, 6, False, 2), (4, 4, True, 2)], ids=["square", "cross", "mask"]
+)
+def test_causal_queries_are_cut_where_the_mask_is_the_square_one(queries, keys, masked, rows):
+    """A causal mask of another shape, or another mask beside it, has no local form."""
+    q, k = Value("q", (2, 8, queries, 8), torch.float32), Value("k", (2, 8, keys, 8), torch.float32)
+    mask = Value("m", (queries, keys), torch.float32)
+    outs = (q, Value("lse", (2, 8, queries), torch.float32))
+    kwargs, ins = ((("attn_mask", mask),), (q, k, k, mask)) if masked else ((), (q, k, k))
+    op = Op("y", "aten._scaled_dot_product_flash_attention_for_cpu.default", (q, k, k, 0.0, True), kwargs, ins, outs)
+    found = [str(r) for r in rows_for(op)[1:]]
+    assert len(found) == rows and ("S(2),R,R -> S(2),S(2)" in found) == (rows == 3)
 
 
 def test_adding_a_number_carries_no_partial_sum():

@@ -5,7 +5,7 @@ does depends on *which* piece a rank has (a vocabulary shard, ``arange``), the r
 package and the rules of ``planner.rules`` belong together, and are proved together.
 """
 
-from meshwright.passes.local import forms_arguments, forms_offset  # noqa: F401  (each registers its ops)
+from meshwright.passes.local import forms_arguments, forms_attention, forms_offset  # noqa: F401  (each registers its ops)
 from meshwright.passes.local.piece import Call, Form, Piece, register_form, run_local
 
 __all__ = ["Call", "Form", "Piece", "register_form", "run_local"]

@@ -25,6 +25,10 @@ ATTENTION_CEILING = 0.75
 """Attention kernels relative to large matmuls: FlashAttention-2 reaches 73 % of peak forwards and 63 % backwards on A100,
 where matmul reaches 87 % (arXiv:2307.08691, section 4.1; devices.csv)."""
 
+MERGE_KERNELS = 7
+"""Kernels besides the first call where causal attention of a stretch of the queries takes two calls: counted in its local form,
+forwards and backwards."""
+
 _SCATTERED = frozenset({"aten.embedding", "aten.index", "aten.index_select", "aten.gather", "aten._unsafe_index"})
 """Ops that read of their first input only what they return."""
 
@@ -90,16 +94,44 @@ def _convolution_backward(p: Pieces) -> np.ndarray:
 def _attention_s(p: Pieces, q: Local, k: Local, formula: str) -> np.ndarray:
     rate, ceiling = p.rate()
     flops = compiled(formula)(q[:, 0], q[:, 1], q[:, 2], k[:, 2], q[:, 3])
-    causal = 0.5 if argument(p.op, "is_causal", False) else 1.0
-    return compiled("flops_s")(causal * flops, rate, ceiling * ATTENTION_CEILING)
+    return compiled("flops_s")(_seen(p.op, q[:, 2], k[:, 2]) * flops, rate, ceiling * ATTENTION_CEILING)
+
+
+def _seen(op: Op, queries: np.ndarray, keys: np.ndarray) -> np.ndarray | float:
+    """Share of the keys that the queries of the busiest rank see.
+
+    Under a causal mask that is half, and for the last of n stretches of the queries ``(n - 1/2) / n``: cutting the sequence
+    saves at most half of what cutting heads does.
+    """
+    if not argument(op, "is_causal", False):
+        return 1.0
+    return 1 - queries / (2 * keys) if _is_square(op) else 0.5
+
+
+def _is_square(op: Op) -> bool:
+    """Whether attention has as many keys as queries."""
+    first = int(packet(op.target).endswith("_backward"))
+    return op.ins[first].shape[2] == op.ins[first + 1].shape[2]
 
 
 def _attention(p: Pieces) -> np.ndarray:
-    return _attention_s(p, p.ins[0], p.ins[1], "attention_flops")
+    q, k = p.ins[0], p.ins[1]
+    read_and_written = 3 * _bytes(p.op.ins[0].dtype, q)
+    return _attention_s(p, q, k, "attention_flops") + _merge_s(p, q, k, read_and_written)
 
 
 def _attention_backward(p: Pieces) -> np.ndarray:
-    return _attention_s(p, p.ins[1], p.ins[2], "attention_backward_flops")
+    q, k = p.ins[1], p.ins[2]
+    read_and_written = 3 * _bytes(p.op.ins[1].dtype, q) + 8 * _bytes(p.op.ins[2].dtype, k)
+    return _attention_s(p, q, k, "attention_backward_flops") + _merge_s(p, q, k, read_and_written)
+
+
+def _merge_s(p: Pieces, q: Local, k: Local, traffic: np.ndarray) -> np.ndarray:
+    """Seconds of joining the two calls that a stretch of causal queries takes (see ``passes.local.forms_attention``)."""
+    if not (argument(p.op, "is_causal", False) and _is_square(p.op)):
+        return np.zeros(len(q))
+    merge = traffic / p.device.memory_bytes_per_s + MERGE_KERNELS * p.device.kernel_overhead_s
+    return np.where(q[:, 2] < k[:, 2], merge, 0.0)
 
 
 KERNELS: dict[str, Callable[[Pieces], np.ndarray]] = {

@@ -33,12 +33,22 @@ def attention(op: Op) -> Rows:
     if argument(op, "dropout_p", 0.0) > 0:
         return []
     rows = [_row(op, names, dim) for dim in (0, 1)]
-    if not argument(op, "is_causal", False) and "efficient" not in op.target:  # its logsumexp is padded
+    if _cuts_queries(op, names):
         rows.append(_row(op, names, 2))
     found = [row for row in rows if row is not None]
     if op.target in BACKWARD:
         found.append(Row(tuple(P if n in ("grad_out", "grad_out_") else R for n in names), _results(op, P, P, P)))
     return found
+
+
+def _cuts_queries(op: Op, names: list[str]) -> bool:
+    """Whether a stretch of the queries can be run alone: causal ones only where the local form knows how, without a mask."""
+    if "efficient" in op.target:  # its logsumexp is padded
+        return False
+    if not argument(op, "is_causal", False):
+        return True
+    query, key = (op.ins[names.index(name)].shape for name in ("query", "key"))
+    return "for_cpu" in op.target and query[-2] == key[-2] and not set(MASKS) & set(names)
 
 
 def argument_names(op: Op) -> list[str]:

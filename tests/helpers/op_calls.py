@@ -315,6 +315,7 @@ def attention() -> Iterator[Call]:
         (4, 1, 6, 6, False),
         (6, 6, 6, 6, True),
         (6, 2, 6, 6, True),
+        (2, 2, 4, 4, True),
     )
     for heads, key_heads, queries, keys, causal in kinds:
         q, k, v = f(2, heads, queries, 8), f(2, key_heads, keys, 8), f(2, key_heads, keys, 8)
