@@ -53,7 +53,7 @@ def _attention(graph: fx.Graph, node: fx.Node, device: torch.device) -> None:
     mask = node.kwargs.get("attn_mask")
     node.target = _aten._scaled_dot_product_efficient_attention.default
     node.args, node.kwargs = (query, key, value, mask, True, dropout, causal), {"scale": node.kwargs.get("scale")}
-    length = query.meta["val"].shape[2]
+    length = _num_queries(query)
     for result in [user for user in node.users if user.args[1] == 1] if length % _LSE_MULTIPLE else []:
         readers = list(result.users)
         with graph.inserting_after(result):
@@ -69,12 +69,17 @@ def _attention_backward(graph: fx.Graph, node: fx.Node, device: torch.device) ->
     with graph.inserting_before(node):
         # the random state of attention's own dropout, which is 0 here: dropout is a separate op in captured graphs
         state = graph.call_function(_aten.full.default, ([], 0), {"dtype": torch.int64, "device": device})
-        if missing := -query.meta["val"].shape[2] % _LSE_MULTIPLE:
+        if missing := -_num_queries(query) % _LSE_MULTIPLE:
             logsumexp = graph.call_function(_aten.constant_pad_nd.default, (logsumexp, [0, missing], math.inf))
     node.target = _aten._scaled_dot_product_efficient_attention_backward.default
     wanted = [True, True, True, False]
     node.args = (grad, query, key, value, mask, out, logsumexp, state, state, dropout, wanted, causal)
     node.kwargs = {"scale": scale}
+
+
+def _num_queries(query: Any) -> int:
+    """Of a query node [B, H, Q, D]."""
+    return int(query.meta["val"].shape[2])
 
 
 def _positional(node: fx.Node, *defaults: Any) -> list[Any]:
