@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +39,10 @@ def plan(
     hardware: Hardware | str | None = None,
     pins: Mapping[str, Any] | None = None,
     on_missing_rule: str = "replicate",
+    degrees: Mapping[str, int] | None = None,
+    logical_mesh: str | tuple[int, ...] | None = None,
     respect_axis_names: bool = False,
+    alternatives: bool = True,
     fold_capture: bool = True,
     training: bool | None = None,
     progress: Progress | None = None,
@@ -57,7 +61,12 @@ def plan(
         hardware: a :class:`Hardware` record, or the name of a known device.
         pins: what you fix: name pattern of a parameter, an input or an op to placements, ``{"*.mlp.up.weight": "RS(0)"}``.
         on_missing_rule: for an op without a sharding rule: ``"replicate"`` it and say so, or ``"error"``.
-        respect_axis_names: whether axes named ``dp``, ``fsdp``, ``tp`` say what they are for; else the search is free.
+        degrees: how many devices for what: ``{"dp": 8, "tp": 8}`` for data, ``cp`` for sequence and ``tp`` for tensor parallelism.
+            What is left out is searched: ``{"tp": 8}`` alone leaves the other devices to ``dp`` and ``cp``.
+        logical_mesh: how devices are arranged in axes: ``"search"``, ``"given"`` (the mesh as it is) or sizes as ``(8, 8)``. Default:
+            searched for a cluster and a ``DeviceMesh``; given for a :class:`MeshShape`, and where there are pins.
+        respect_axis_names: keep the mesh as it is, and use axes named ``dp``, ``fsdp``, ``cp``, ``tp`` only for what they say.
+        alternatives: whether to solve the named strategies too and show them beside the plan.
         fold_capture: whether few of the repeated blocks are traced and the others copied, so that depth costs nothing.
         training: whether to plan a backward. Default: whether the model is in training mode and has something to train.
         progress: called with the name of each phase as it begins.
@@ -68,7 +77,19 @@ def plan(
         NoRuleError: an op has no rule and ``on_missing_rule="error"``.
         InfeasibleError: nothing satisfies memory limit, strategy and pins together.
     """
-    request = Request(strategy, memory_limit, optimizer, precision, pins, on_missing_rule, respect_axis_names, fold_capture)
+    request = Request(
+        strategy,
+        memory_limit,
+        optimizer,
+        precision,
+        pins,
+        on_missing_rule,
+        respect_axis_names,
+        fold_capture,
+        degrees,
+        logical_mesh,
+        alternatives,
+    )
     target = target_of(mesh_or_cluster, hardware)
     with collector.paused():
         started = time.perf_counter()
@@ -94,7 +115,10 @@ def autoparallelize(
     optimizer: str = "adamw",
     pins: Mapping[str, Any] | None = None,
     on_missing_rule: str = "replicate",
+    degrees: Mapping[str, int] | None = None,
+    logical_mesh: str | tuple[int, ...] | None = None,
     respect_axis_names: bool = False,
+    alternatives: bool = True,
     fold_capture: bool = True,
 ) -> ParallelModule:
     """Make the module that trains across ``mesh``. Call it on every rank, with the same arguments.
@@ -104,18 +128,20 @@ def autoparallelize(
 
     Args:
         model: the module; every rank passes the same weights.
-        mesh: torch's ``DeviceMesh``; a tuple of sizes or a :class:`MeshShape` makes one over the first ranks of the world.
+        mesh: torch's ``DeviceMesh``, whose ranks the plan may arrange in other axes (``pm.device_mesh``); a tuple of sizes or a
+            :class:`MeshShape` makes one over the first ranks of the world.
         example_inputs: as for :func:`plan`. None: plan at the first call, with that call's batch.
         plan: a plan made before for this model and mesh; nothing is searched then.
         compile: whether forward and backward go through Inductor.
         batch: ``"global"``: every rank passes the whole batch; ``"local"``: its own piece, as ``plan.inputs`` says.
         outputs: ``"auto"``: a loss comes as a plain tensor and what is beside it as DTensors; ``"full"``: all plain and whole.
-        strategy, precision, hardware, memory_limit, optimizer, pins, on_missing_rule, respect_axis_names,
-            fold_capture: as for :func:`plan`.
+        strategy, precision, hardware, memory_limit, optimizer, pins, on_missing_rule, degrees, logical_mesh,
+            respect_axis_names, alternatives, fold_capture: as for :func:`plan`.
 
     Raises:
         InputError: an argument that cannot be used; the process group is not initialised; the mesh is larger than the
-            world; the plan is for another model or mesh.
+            world; the plan is for another model.
+        RuntimeMismatchError: the plan is for another number of devices.
         MeshwrightError: what :func:`plan` raises.
     """
     one_of("batch", batch, BATCHES)
@@ -124,8 +150,21 @@ def autoparallelize(
         raise InputError(f"model is {type(model).__name__}; it must be an nn.Module")
     device_mesh = running_mesh(mesh)
     precision = precision if plan is None else plan.precision
-    request = Request(strategy, memory_limit, optimizer, precision, pins, on_missing_rule, respect_axis_names, fold_capture)
-    maker = Maker(device_mesh, target_of(device_mesh, hardware), request, plan, batch, outputs, compile)
+    request = Request(
+        strategy,
+        memory_limit,
+        optimizer,
+        precision,
+        pins,
+        on_missing_rule,
+        respect_axis_names,
+        fold_capture,
+        degrees,
+        logical_mesh,
+        alternatives,
+    )
+    target = replace(target_of(device_mesh, hardware), searched=isinstance(mesh, DeviceMesh))
+    maker = Maker(device_mesh, target, request, plan, batch, outputs, compile)
     if example_inputs is not None:
         return maker.make(model, call_of(example_inputs))
     if batch == "local":

@@ -38,6 +38,9 @@ def plan(
     memory: Annotated[str | None, typer.Option(help="Limit per device, for example 60GiB.")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16-mixed, or leave the model's own.")] = None,
     optimizer: Annotated[str, typer.Option(help="Whose state is counted.")] = "adamw",
+    degrees: Annotated[str | None, typer.Option(help="Devices for what: dp=8,tp=8 (also cp); others are searched.")] = None,
+    logical_mesh: Annotated[str | None, typer.Option(help="search, given (nodes x devices), or sizes as 8x8.")] = None,
+    alternatives: Annotated[bool, typer.Option(help="Solve the named strategies too, to compare.")] = True,
     inference: Annotated[bool, typer.Option("--inference", help="Plan without a backward.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the plan here.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON instead of the report.")] = False,
@@ -46,6 +49,8 @@ def plan(
     from meshwright.planner.ir.mesh import Cluster
 
     where = Cluster.parse(cluster)
+    from meshwright.options import read_degrees, read_logical_mesh
+
     with _Phases(Console(stderr=True)) as phases, collector.paused():
         phases("load")
         from meshwright.api import plan as make_plan
@@ -62,6 +67,9 @@ def plan(
             memory_limit=memory,
             precision=precision,
             optimizer=optimizer,
+            degrees=None if degrees is None else read_degrees(degrees),
+            logical_mesh=None if logical_mesh is None else read_logical_mesh(logical_mesh),
+            alternatives=alternatives,
             training=False if inference else None,
             progress=phases,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.spec import format_placements
 from meshwright.planning import Request, capture_call, model_name, plan_on_ranks
 from meshwright.runtime import module as runtime
+from meshwright.runtime.mesh import arranged_ranks
 from meshwright.runtime.params import PlacedState, fill_tree
 from meshwright.runtime.programs import Request as RuntimeRequest
 from meshwright.target import Target
@@ -28,7 +30,7 @@ class Maker:
     """All that ``autoparallelize`` was asked, ready for a batch.
 
     Attributes:
-        mesh: the running mesh; ``target`` its shape and hardware.
+        mesh: the running mesh, as the user made it; ``target`` its devices.
         request: what to plan; ``plan``: a plan given by the user instead, or None.
         batch, outputs, compile: as in ``autoparallelize``.
     """
@@ -48,16 +50,14 @@ class Maker:
         else:
             plan = self.plan
             capture = self._capture_for(plan, model, call)
+        replan = partial(self.replan, plan.mesh.sizes)
         return runtime.build(
-            model, capture, plan, self.mesh, batch=self.batch, outputs=self.outputs, compile=self.compile, replan=self.replan
+            model, capture, plan, self.mesh, batch=self.batch, outputs=self.outputs, compile=self.compile, replan=replan
         )
 
     def _capture_for(self, plan: Plan, model: nn.Module, call: Call) -> Capture:
         """Capture for a given plan, and check that it is the program and the mesh that the plan is for."""
-        if plan.mesh.sizes != self.target.mesh.sizes:
-            raise InputError(
-                f"the plan is for a mesh of {plan.mesh} and this mesh is {self.target.mesh}: plan again for this mesh"
-            )
+        arranged_ranks(self.mesh, plan.mesh)
         folded, _ = capture_call(model, call, self.request, plan.training)
         capture = folded.whole
         if capture.graph.hash != plan.graph_hash and folded.repeats:  # the plan may be for a capture without folding
@@ -70,10 +70,19 @@ class Maker:
             )
         return capture
 
-    def replan(self, wanted: RuntimeRequest) -> tuple[Capture, Plan]:
-        """A program for a call of another form (other shapes, evaluation), its parameters resting where they are."""
-        pins = {name: format_placements(placements) for name, placements in wanted.pins.items()}
-        request = replace(self.request, pins=pins, strategy="auto", precision=wanted.precision)
+    def replan(self, sizes: tuple[int, ...], wanted: RuntimeRequest) -> tuple[Capture, Plan]:
+        """A program for a call of another form (other shapes, evaluation) on the same logical mesh, its parameters resting where
+        they are."""
+        request = replace(
+            self.request,
+            pins={name: format_placements(placements) for name, placements in wanted.pins.items()},
+            strategy="auto",
+            precision=wanted.precision,
+            logical_mesh=sizes,
+            degrees=None,
+            respect_axis_names=False,
+            alternatives=False,
+        )
         call = (tuple(wanted.args), dict(wanted.kwargs))
         return plan_on_ranks(wanted.module, call, self.mesh, self.target, request, wanted.training)
 

@@ -20,6 +20,8 @@ from meshwright.planner.ir import errors
 from meshwright.planner.ir.errors import InputError, MeshwrightError, RuntimeMismatchError
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.plan import Plan
+from meshwright.planner.ir.spec import parse_placements
+from meshwright.planner.meshes import MeshRequest, logical_meshes
 from meshwright.planner.pinned import folded_pins
 from meshwright.planner.repeat import Folded, capture_folded
 from meshwright.report.units import parse_bytes
@@ -40,8 +42,12 @@ class Request:
         precision: None, or ``"bf16-mixed"``.
         pins: name pattern to placements: what the user fixes.
         on_missing_rule: ``"replicate"`` or ``"error"``.
-        respect_axis_names: whether axes named ``dp``, ``fsdp``, ``tp`` say what they are for.
+        respect_axis_names: whether to keep the given axes and use those named ``dp``, ``fsdp``, ``cp``, ``tp`` for that.
         fold_capture: whether few of the repeated blocks are traced and the others copied.
+        degrees: size of the axis for each of ``dp``, ``cp``, ``tp``; those left out are searched.
+        logical_mesh: ``"search"``, ``"given"`` (the axes as they are), sizes of one mesh, or None: searched for a cluster and a
+            torch mesh, given for sizes that were written down and where there are pins.
+        alternatives: whether to solve the named strategies too, for comparison.
     """
 
     strategy: str = "auto"
@@ -52,8 +58,12 @@ class Request:
     on_missing_rule: str = "replicate"
     respect_axis_names: bool = False
     fold_capture: bool = True
+    degrees: Mapping[str, int] | None = None
+    logical_mesh: str | tuple[int, ...] | None = None
+    alternatives: bool = True
 
     def __post_init__(self) -> None:
+        self.mesh_request()
         one_of("strategy", self.strategy, ("auto", *(s for s in search.STRATEGIES if s != "auto")))
         one_of("precision", self.precision, PRECISIONS)
         one_of("on_missing_rule", self.on_missing_rule, ON_MISSING_RULE)
@@ -65,10 +75,28 @@ class Request:
             optimizer=self.optimizer,
             pins=dict(pins),
             on_missing_rule=self.on_missing_rule,
-            respect_axis_names=self.respect_axis_names,
+            alternatives=self.alternatives,
             model=model,
             progress=progress,
         )
+
+    def mesh_request(self) -> MeshRequest:
+        """What is said about the logical mesh."""
+        axes = {_num_axes(pin) for pin in (self.pins or {}).values()} - {0}
+        if len(axes) > 1:
+            raise InputError(
+                f"pins speak of meshes with {' and '.join(map(str, sorted(axes)))} axes: give one placement per axis"
+            )
+        sizes = tuple(self.logical_mesh) if isinstance(self.logical_mesh, list) else self.logical_mesh
+        return MeshRequest(sizes, self.degrees, self.respect_axis_names, axes.pop() if axes else None)
+
+
+def _num_axes(pin: Any) -> int:
+    """Axes that a pin speaks of; 0 where it is malformed, which the search says with the pin's name."""
+    try:
+        return len(parse_placements(pin) if isinstance(pin, str) else pin)
+    except (InputError, TypeError):
+        return 0
 
 
 def one_of(what: str, found: Any, known: tuple[Any, ...]) -> None:
@@ -121,12 +149,18 @@ def plan_capture(
     tell = debug.watched(progress)
     found, notes = _folded_plan(captured, target, request, model, tell)
     if found is None:
-        found = search.make_plan(captured.whole, target.mesh, target.hardware, request.options(model, request.pins or {}, tell))
+        found = _search(captured.whole, target, request, request.options(model, request.pins or {}, tell))
     started = time.perf_counter()
     plan = replace(found, notes=(*found.notes, *captured.notes, *notes)).described(captured.whole_view)
     plan = replace(plan, solver={**times, **found.solver, "describe_s": time.perf_counter() - started})
     debug.show_plan(plan)
     return plan
+
+
+def _search(program: Capture, target: Target, request: Request, options: search.Options) -> Plan:
+    """Search over the logical meshes that the request leaves open."""
+    meshes = logical_meshes(target.topology, request.mesh_request(), search=target.searched)
+    return search.search_plan(program, meshes, options)
 
 
 def _folded_plan(
@@ -140,7 +174,7 @@ def _folded_plan(
     if pins is None:
         return None, ("planned whole: pins differ between repeated blocks",)
     try:
-        found = search.make_plan(program, target.mesh, target.hardware, request.options(model, pins, tell))
+        found = _search(program, target, request, request.options(model, pins, tell))
     except Unlike as e:
         return None, (f"planned whole: {e}",)
     tell("expand")

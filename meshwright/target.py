@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from meshwright.planner import cost
+from meshwright.planner.cost import Topology
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.hardware import Hardware
 from meshwright.planner.ir.mesh import Cluster, MeshShape
@@ -19,12 +21,28 @@ _CUDA_NAMES = (("H200", "H200"), ("H100", "H100"), ("A100", "A100-80"))
 """What ``torch.cuda.get_device_name`` contains, and the device record it stands for."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Target:
-    """A logical mesh and the hardware under it."""
+    """Devices to plan for.
 
-    mesh: MeshShape
-    hardware: Hardware
+    Attributes:
+        topology: the devices and how they are wired.
+        searched: whether their arrangement in logical axes is searched unless the user says otherwise: that of a cluster and of a
+            torch mesh is, sizes that were written down are meant.
+    """
+
+    topology: Topology
+    searched: bool
+
+    @property
+    def mesh(self) -> MeshShape:
+        """The mesh as it was given."""
+        return self.topology.shape
+
+    @property
+    def hardware(self) -> Hardware:
+        """The hardware under :attr:`mesh`."""
+        return self.topology.hardware(self.mesh)
 
 
 def target_of(mesh_or_cluster: Any, hardware: Hardware | str | None = None) -> Target:
@@ -41,22 +59,31 @@ def target_of(mesh_or_cluster: Any, hardware: Hardware | str | None = None) -> T
     if isinstance(mesh_or_cluster, str):
         mesh_or_cluster = Cluster.parse(mesh_or_cluster)
     if isinstance(mesh_or_cluster, Cluster):
-        return Target(mesh_or_cluster.mesh, _hardware(mesh_or_cluster.mesh, hardware or mesh_or_cluster.device, mesh_or_cluster))
+        cluster = mesh_or_cluster
+        return Target(_topology(cluster.mesh, hardware or cluster.device, cluster.devices_per_node), searched=True)
     if isinstance(mesh_or_cluster, MeshShape):
         if hardware is None:
             raise InputError(
                 f"a mesh of {mesh_or_cluster} says nothing about its devices: pass hardware='H100' (known: {', '.join(cost.DEVICES)}), "
                 "or a cluster such as '8x8xH100' instead of the mesh"
             )
-        return Target(mesh_or_cluster, _hardware(mesh_or_cluster, hardware, None))
+        return Target(_topology(mesh_or_cluster, hardware), searched=False)
     if hasattr(mesh_or_cluster, "device_type") and hasattr(mesh_or_cluster, "get_coordinate"):
         from meshwright.runtime.mesh import mesh_shape
 
+        numbers = tuple(mesh_or_cluster.mesh.flatten().tolist())
+        per_node = _ranks_per_node() if mesh_or_cluster.device_type != "cpu" else None
         shape = mesh_shape(mesh_or_cluster)
-        return Target(shape, _hardware(shape, hardware or local_device(mesh_or_cluster), None))
+        return Target(_topology(shape, hardware or local_device(mesh_or_cluster), per_node, numbers), searched=True)
     raise InputError(
         f"mesh is {type(mesh_or_cluster).__name__}; it must be a torch DeviceMesh, a MeshShape, a Cluster, or text as '8x8xH100'"
     )
+
+
+def _ranks_per_node() -> int | None:
+    """Ranks of each node, as the launcher says; None where it says nothing."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(told) if told.isdigit() and int(told) else None
 
 
 def local_device(mesh: DeviceMesh) -> str:
@@ -76,13 +103,9 @@ def local_device(mesh: DeviceMesh) -> str:
     return name
 
 
-def _hardware(mesh: MeshShape, hardware: Hardware | str, cluster: Cluster | None) -> Hardware:
+def _topology(mesh: MeshShape, hardware: Hardware | str, per_node: int | None = None, numbers: tuple[int, ...] = ()) -> Topology:
     if isinstance(hardware, Hardware):
-        if len(hardware.links) != mesh.num_axes:
-            raise InputError(
-                f"hardware has {len(hardware.links)} links and the mesh {mesh} has {mesh.num_axes} axes: one link per axis"
-            )
-        return hardware
+        return Topology.of_record(mesh, hardware, numbers)
     if hardware not in cost.DEVICES:
         raise InputError(f"unknown device {hardware!r}; known are {', '.join(cost.DEVICES)}, or pass a Hardware record")
-    return cost.hardware_for(mesh, hardware, cluster)
+    return Topology.of_machines(mesh, hardware, per_node, numbers)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement, _StridedShard
 
-from meshwright.planner.ir.errors import InputError
+from meshwright.planner.ir.errors import InputError, RuntimeMismatchError
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.spec import Placement, Placements, R, S, format_placements, plain_factor
 
@@ -62,6 +62,58 @@ def check_mesh(mesh: DeviceMesh) -> None:
                 f"mesh {mesh.mesh.tolist()} does not list its ranks in ascending order along axis {axis}: process groups order "
                 "their ranks by number, so pieces would be put together in another order than the mesh says"
             )
+
+
+def logical_mesh(mesh: DeviceMesh, shape: MeshShape) -> DeviceMesh:
+    """The ranks of ``mesh``, in their order, arranged in the axes of ``shape``; ``mesh`` itself where that is its shape.
+
+    ``[[0, 1], [2, 3]]`` arranged as ``(4,)`` is ``[0, 1, 2, 3]``. Makes the process groups that are missing: collective over the
+    ranks of ``mesh`` (no other rank takes part).
+
+    Raises:
+        RuntimeMismatchError: another number of devices, or ranks would not ascend along an axis.
+    """
+    ranks = arranged_ranks(mesh, shape)
+    if tuple(mesh.shape) == shape.sizes:
+        return mesh
+    if mesh.size() == dist.get_world_size():
+        return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=shape.names)
+    groups = [_group_along(ranks, axis) for axis in range(ranks.ndim)]
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=shape.names)
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=shape.names)
+
+
+def arranged_ranks(mesh: DeviceMesh, shape: MeshShape) -> torch.Tensor:
+    """The ranks of a mesh in the axes of ``shape``.
+
+    Raises:
+        RuntimeMismatchError: as :func:`logical_mesh`.
+    """
+    found = "x".join(map(str, mesh.shape))
+    if mesh.size() != shape.num_devices:
+        raise RuntimeMismatchError(
+            f"the plan is for a mesh of {shape} = {shape.num_devices} devices, found one of {found} = {mesh.size()}: plan again for "
+            f"this mesh, or run on {shape.num_devices} ranks"
+        )
+    ranks = mesh.mesh.reshape(shape.sizes)
+    if tuple(mesh.shape) != shape.sizes and not _is_ascending(ranks):
+        raise RuntimeMismatchError(
+            f"the plan is for a mesh of {shape}, but mesh {mesh.mesh.tolist()} arranged so is {ranks.tolist()}, whose ranks do not "
+            "ascend along every axis, as process groups demand: make the mesh with ascending ranks, or plan with logical_mesh='given'"
+        )
+    return ranks
+
+
+def _group_along(ranks: torch.Tensor, axis: int) -> dist.ProcessGroup:
+    """This rank's process group along an axis, made by its members alone."""
+    lines = ranks.transpose(axis, -1).reshape(-1, ranks.shape[axis])
+    mine = next(line for line in lines.tolist() if dist.get_rank() in line)
+    return dist.new_group(mine, use_local_synchronization=True)
+
+
+def _is_ascending(ranks: torch.Tensor) -> bool:
+    return all(bool((ranks.diff(dim=axis) > 0).all()) for axis in range(ranks.ndim))
 
 
 def _check_size(devices: int, text: str) -> None:

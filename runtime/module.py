@@ -17,7 +17,7 @@ from meshwright.runtime.checks import agree, batch_fingerprint
 from meshwright.runtime.dtensor import local_of
 from meshwright.runtime.inputs import describe_call
 from meshwright.runtime.library import Demand, ProgramLibrary
-from meshwright.runtime.mesh import broadcast_object, check_mesh, device_of, mesh_shape
+from meshwright.runtime.mesh import broadcast_object, check_mesh, device_of, logical_mesh, mesh_shape
 from meshwright.runtime.params import fill_tree, place_state, resting_placements
 from meshwright.runtime.programs import BoundProgram, Replan, check_plan
 from meshwright.runtime.random import SeedSequence, initial_seed
@@ -35,7 +35,7 @@ class ParallelModule(nn.Module):
 
     Attributes:
         plan: the plan of the first program.
-        device_mesh: the mesh.
+        device_mesh: the plan's logical mesh, on which the parameters lie.
     """
 
     plan: Plan
@@ -190,8 +190,9 @@ def build(
     Args:
         model: the model that was captured, on a real or the meta device; it is left untouched.
         capture: its program.
-        plan: for that program and this mesh.
-        device_mesh: torch's mesh; its device type decides between gloo and NCCL.
+        plan: for that program and as many devices.
+        device_mesh: torch's mesh; its device type decides between gloo and NCCL. Its ranks are arranged in the axes of the
+            plan's mesh.
         batch: ``"global"``: every rank is given the whole batch; ``"local"``: its own piece (``plan.inputs``).
         outputs: ``"auto"`` (default) or ``"full"``, see :class:`ParallelModule`.
         compile: whether the graphs go through Inductor.
@@ -199,7 +200,7 @@ def build(
 
     Raises:
         InputError: a wrong option, mesh, plan or model.
-        RuntimeMismatchError: the ranks do not agree.
+        RuntimeMismatchError: the ranks do not agree, or the plan is for another number of devices.
     """
     _check_option("batch", batch, ("global", "local"))
     _check_option("outputs", outputs or "auto", ("auto", "full"))
@@ -214,7 +215,8 @@ def build(
         "plan": plan.hash[:16],
     }
     agree(facts, device_mesh, "start-up")
-    check_plan(capture, plan, shape)
+    device_mesh = logical_mesh(device_mesh, plan.mesh)
+    check_plan(capture, plan, mesh_shape(device_mesh))
     library = ProgramLibrary(
         model, device_mesh, resting_placements(capture.graph, plan), batch=batch, compile=compile, replan=replan
     )

@@ -63,8 +63,8 @@ def test_a_cluster_text_gives_mesh_and_device():
 
 def test_a_hardware_record_is_taken_as_it_is():
     hardware = target_of("2x4xH100").hardware
-    assert target_of(MeshShape.of(4, 2), hardware).hardware is hardware
-    with pytest.raises(InputError, match="hardware has 1 links and the mesh 4x2 has 2 axes"):
+    assert target_of(MeshShape.of(4, 2), hardware).hardware == hardware
+    with pytest.raises(InputError, match="hardware has 1 links, but mesh 4x2 has 2 axes: give one link per axis"):
         target_of(MeshShape.of(4, 2), Hardware(hardware.device, hardware.links[:1]))
 
 

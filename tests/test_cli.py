@@ -44,6 +44,9 @@ def test_plan_prints_the_report_and_writes_the_plan(monkeypatch, capsys, config,
         "ddp",
         "--memory",
         "60GiB",
+        "--logical-mesh",
+        "given",
+        "--no-alternatives",
         "--out",
         str(out),
     )
@@ -52,6 +55,7 @@ def test_plan_prints_the_report_and_writes_the_plan(monkeypatch, capsys, config,
     assert "GPT2LMHeadModel" in shown and "Parameters at rest" in shown and "transformer.h.*.mlp.c_fc.weight" in shown
     plan = Plan.load(out)
     assert plan.strategy == "ddp" and plan.memory_limit_bytes == 60 * 1024**3 and plan.mesh.sizes == (2, 2)
+    assert plan.alternatives == ()
 
 
 def test_plan_as_json_is_the_plan_file(monkeypatch, capsys, config):

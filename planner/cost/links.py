@@ -1,4 +1,4 @@
-"""The links we know, the algorithms that a library runs over them, and which link a mesh axis uses.
+"""The links we know, and the algorithms that a library runs over them.
 
 A collective over a link costs, by the best of its algorithms,
 
@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.planner.cost.devices import device_for
-from meshwright.planner.ir.hardware import Hardware, Link
-from meshwright.planner.ir.mesh import Cluster, MeshShape
+from meshwright.planner.ir.hardware import Link
 
 _ANY = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _RING = ("all_reduce", "all_gather", "reduce_scatter")
@@ -107,7 +105,7 @@ def algorithms_of(link: Link) -> tuple[Algorithm, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Machine:
+class Machine:
     """How a kind of device is wired: the links inside a node and between nodes, and the usual node."""
 
     inside: Link
@@ -115,50 +113,9 @@ class _Machine:
     per_node: int
 
 
-_MACHINES = {
-    "H100": _Machine(NVLINK4, NDR, 8),
-    "H200": _Machine(NVLINK4, NDR, 8),
-    "A100-80": _Machine(NVLINK3, HDR, 8),
-    "CPU": _Machine(GLOO, GLOO, 1 << 30),
+MACHINES = {
+    "H100": Machine(NVLINK4, NDR, 8),
+    "H200": Machine(NVLINK4, NDR, 8),
+    "A100-80": Machine(NVLINK3, HDR, 8),
+    "CPU": Machine(GLOO, GLOO, 1 << 30),
 }
-
-
-def axis_link(machine_inside: Link, machine_between: Link, per_node: int, stride: int, size: int) -> Link:
-    """The link of a mesh axis.
-
-    Ranks of one group lie ``stride`` apart. A group inside a node uses the node's link; one that has one rank per node
-    uses a NIC; one that has ``g`` ranks in each of several nodes runs at ``g`` NICs together, at most at the node's link.
-    """
-    if stride * size <= per_node:
-        return machine_inside
-    if stride >= per_node:
-        return machine_between
-    inside = per_node // stride
-    nodes = -(-size // inside)
-    rate = min(machine_inside.bytes_per_s, inside * machine_between.bytes_per_s)
-    far = nodes - 1
-    latency = (far * machine_between.latency_s + (size - 1 - far) * machine_inside.latency_s) / (size - 1)
-    name = f"{machine_inside.name} + {inside}x {machine_between.name}"
-    return Link(name, rate, latency, f"{machine_inside.source}; {machine_between.source}")
-
-
-def hardware_for(mesh: MeshShape, device: str, cluster: Cluster | None = None) -> Hardware:
-    """The hardware under a mesh.
-
-    Args:
-        mesh: logical mesh, ranks row-major.
-        device: name of a known device, any case.
-        cluster: the machines; None: nodes of the usual size (8 GPUs, or one machine for CPUs).
-
-    Raises:
-        InputError: the device is not known.
-    """
-    record = device_for(device)
-    machine = _MACHINES[record.name]
-    per_node = cluster.devices_per_node if cluster is not None else machine.per_node
-    links, stride = [], mesh.num_devices
-    for size in mesh.sizes:
-        stride //= size
-        links.append(axis_link(machine.inside, machine.between, per_node, stride, size))
-    where = f"nodes of {per_node}" if per_node < 1 << 30 else "one machine"
-    return Hardware(record, tuple(links), f"data sheets and published measurements, {where}")

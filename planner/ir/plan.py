@@ -132,12 +132,38 @@ class Alternative:
         step_time_s: predicted, or None where it cannot be planned at all.
         peak_memory_bytes: predicted, or None likewise.
         reason: why it does not fit or exist, or ``""``.
+        mesh: sizes of the logical mesh on which it is best.
     """
 
     strategy: str
     fits: bool
     step_time_s: float | None
     peak_memory_bytes: int | None
+    reason: str = ""
+    mesh: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MeshTried:
+    """One logical mesh that was considered.
+
+    Attributes:
+        sizes: of its axes.
+        names: of its axes.
+        links: link name of each axis.
+        verdict: ``"chosen"``; ``"slower"`` (solved); ``"excluded"`` (a bound shows that it cannot be better, within the gap);
+            ``"infeasible"`` (nothing fits); or ``"impossible"`` (the batch or a pin does not suit it).
+        bound_s: proved lower bound of the time of every plan on it; None where nothing fits.
+        step_time_s: predicted time of its best plan, where it was solved.
+        reason: what excluded it.
+    """
+
+    sizes: tuple[int, ...]
+    names: tuple[str, ...]
+    links: tuple[str, ...]
+    verdict: str
+    bound_s: float | None = None
+    step_time_s: float | None = None
     reason: str = ""
 
 
@@ -202,6 +228,7 @@ class Plan:
             distance (0 where proved optimal).
         fallbacks: ops without a rule.
         alternatives: the named strategies beside it.
+        meshes: the logical meshes that were considered, the chosen one first; empty for a hand-written plan.
         solver: phases and sizes: ``{"trace_s": ..., "solve_s": ..., "variables": ...}``.
         folded: ``{"classes": ..., "clusters": ..., "blocks": ...}``: what was decided once for many; ``"captured"``: the lists of
             modules of which only some were traced and the others copied.
@@ -231,6 +258,7 @@ class Plan:
     gap: float
     fallbacks: tuple[Fallback, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
+    meshes: tuple[MeshTried, ...] = ()
     solver: Mapping[str, Any] = field(default_factory=dict)
     folded: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -278,6 +306,7 @@ class Plan:
             "gap": self.gap,
             "fallbacks": [asdict(f) for f in self.fallbacks],
             "alternatives": [asdict(a) for a in self.alternatives],
+            "meshes": [asdict(m) for m in self.meshes],
             "solver": dict(self.solver),
             "folded": dict(self.folded),
             "notes": list(self.notes),
@@ -320,10 +349,11 @@ class Plan:
                     "collectives": tuple(Collective(**c) for c in data["collectives"]),
                     "predicted": Prediction(**data["predicted"]),
                     "fallbacks": tuple(Fallback(**f) for f in data["fallbacks"]),
-                    "alternatives": tuple(Alternative(**a) for a in data["alternatives"]),
+                    "alternatives": tuple(_record(Alternative, a) for a in data["alternatives"]),
+                    "meshes": tuple(_record(MeshTried, m) for m in data.get("meshes", ())),
                     "notes": tuple(data["notes"]),
-                    "input_info": {k: _info(InputInfo, v) for k, v in data.get("input_info", {}).items()},
-                    "op_info": {k: _info(OpInfo, v) for k, v in data.get("op_info", {}).items()},
+                    "input_info": {k: _record(InputInfo, v) for k, v in data.get("input_info", {}).items()},
+                    "op_info": {k: _record(OpInfo, v) for k, v in data.get("op_info", {}).items()},
                 }
             )
         except PlanFormatError:
@@ -369,10 +399,10 @@ class Plan:
             raise PlanFormatError(f"plan file {path} cannot be read: {e.strerror}") from None
 
 
-Info = TypeVar("Info", InputInfo, OpInfo)
+Record = TypeVar("Record", InputInfo, OpInfo, Alternative, MeshTried)
 
 
-def _info(kind: type[Info], data: Mapping[str, Any]) -> Info:
+def _record(kind: type[Record], data: Mapping[str, Any]) -> Record:
     fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
     return kind(**fields)
 

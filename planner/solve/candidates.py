@@ -79,6 +79,12 @@ def expand(cluster: Cluster, sizes: tuple[int, ...]) -> tuple[Candidate, ...]:
     )
 
 
+def rows_on_axes(cluster: Cluster, sizes: Sequence[int]) -> list[list[int]]:
+    """Per axis size, the indices of the cluster's rows that are legal over one axis of that size alone."""
+    values, placed = _placed(cluster)
+    return [_rows_on_axis(cluster, values, placed, n) for n in sizes]
+
+
 def _placed(cluster: Cluster) -> tuple[list[Value], list[list[Placement]]]:
     """Every value inside or at the edge of the cluster, and its placement in each row."""
     values: dict[str, Value] = {}

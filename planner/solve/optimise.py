@@ -74,6 +74,13 @@ class Solution:
         return max(0.0, (self.objective_s - self.bound_s) / max(abs(self.objective_s), 1e-30))
 
 
+@dataclass(frozen=True)
+class Excluded:
+    """No plan that is good enough: all cost at least ``bound_s``."""
+
+    bound_s: float
+
+
 def optimise(
     problem: Problem, restriction: Restriction, cache: NetworkCache, effort: Effort | None = None, *, objective: str = "time"
 ) -> Solution | None:
@@ -89,6 +96,21 @@ def optimise(
     Raises:
         RuntimeError: a limit was reached without any plan found.
     """
+    found = optimise_below(problem, restriction, cache, effort, np.inf, objective=objective)
+    assert not isinstance(found, Excluded)
+    return found
+
+
+def optimise_below(
+    problem: Problem,
+    restriction: Restriction,
+    cache: NetworkCache,
+    effort: Effort | None,
+    beat_s: float,
+    *,
+    objective: str = "time",
+) -> Solution | Excluded | None:
+    """As :func:`optimise`, but stops as soon as a bound shows that no plan costs less than ``beat_s``."""
     if any(not allowed.any() for allowed in restriction.allowed.values()):
         return None
     effort = effort or Effort()
@@ -97,11 +119,15 @@ def optimise(
         if settled is None:
             return None
         restriction = settled
-    search = _Search(problem, restriction, cache, effort, objective)
+    search = _Search(problem, restriction, cache, effort, objective, beat_s)
     if not search.scan(limited=False):
         return None
+    if search.is_beaten():
+        return search.excluded()
     if search.chosen is None and search.limit_binds() and not search.scan(limited=True):
         return None
+    if search.is_beaten():
+        return search.excluded()
     if not search.is_settled() and not search.close():
         return None
     return search.solution()
@@ -128,7 +154,16 @@ class _Cut:
 class _Search:
     """Bounds and plans of one problem, closing in on each other."""
 
-    def __init__(self, problem: Problem, restriction: Restriction, cache: NetworkCache, effort: Effort, objective: str):
+    def __init__(
+        self,
+        problem: Problem,
+        restriction: Restriction,
+        cache: NetworkCache,
+        effort: Effort,
+        objective: str,
+        beat_s: float = np.inf,
+    ):
+        self.beat_s = beat_s
         self.problem, self.restriction, self.cache, self.effort, self.objective = problem, restriction, cache, effort, objective
         self.chosen: tuple[int, ...] | None = None
         self.upper, self.lower = np.inf, -np.inf
@@ -153,7 +188,7 @@ class _Search:
                 best = weights
             self._learn(program, answer)
             cuts.append(_Cut(*program.parts(answer.x)))
-            if self.is_settled() or not hides.any():
+            if self.is_settled() or self.is_beaten() or not hides.any():
                 break
             reach, promising = _highest(cuts, hides)
             weights = np.clip(promising, best - _STEP, best + _STEP)
@@ -208,6 +243,13 @@ class _Search:
     def is_settled(self) -> bool:
         """Whether the best plan is within the gap."""
         return self.chosen is not None and self.upper - self.lower <= self.effort.gap * max(abs(self.upper), 1e-30)
+
+    def is_beaten(self) -> bool:
+        """Whether no plan is below what is to be beaten."""
+        return bool(self.lower / self.scale >= self.beat_s)
+
+    def excluded(self) -> Excluded:
+        return Excluded(float(self.lower / self.scale))
 
     def limit_binds(self) -> bool:
         """Whether some choice would exceed the memory limit."""

@@ -36,7 +36,8 @@ class AxisRule:
     """What may happen on one mesh axis.
 
     Attributes:
-        batch: ``"sharded"`` (dim 0 of every batch input), ``"whole"``, ``"batch only"`` (one of these two) or ``"free"``.
+        batch: ``"sharded"`` (dim 0 of every batch input), ``"whole"``, ``"batch only"`` (one of these two), ``"sequence only"``
+            (dim 1 of every batch input, or whole) or ``"free"``.
         rest: ``"sharded"`` (where possible), ``"whole"``, ``"preferred"`` (sharded where some op can use the shard as it
             is) or ``"free"``.
         use: ``"whole"`` (ops read whole parameters), ``"in place"`` (parameters are never gathered) or ``"free"``.
@@ -57,7 +58,8 @@ class Strategy:
         name: what users write.
         title: one line for people.
         data: the rule of data axes.
-        model: the rule of the model axis (the last one with more than one device); None if all axes are data axes.
+        model: the rule of the model axis (the one named ``tp``, or the last with more than one device); None if all axes are
+            data axes.
         aliases: other names.
     """
 
@@ -68,11 +70,12 @@ class Strategy:
     aliases: tuple[str, ...] = ()
 
     def rules(self, mesh: MeshShape) -> tuple[AxisRule, ...]:
-        """The rule of every axis of ``mesh``."""
+        """The rule of every axis of ``mesh``; an axis named for tensor parallelism is the model axis, if there is one."""
         active = [a for a, n in enumerate(mesh.sizes) if n > 1]
         rules = [self.data] * mesh.num_axes
         if self.model is not None and active:
-            rules[active[-1]] = self.model
+            named = [a for a in active if AXIS_NAMES.get(mesh.names[a]) is _MODEL_AXIS]
+            rules[(named or active)[-1]] = self.model
         return tuple(rules)
 
 
@@ -95,13 +98,16 @@ STRATEGIES: Mapping[str, Strategy] = {
     for name in (s.name, *s.aliases)
 }
 
-# Axis names taken as the user's hint of use when respect_axis_names=True.
+# What degrees are called, and axis names taken as the user's hint of use when respect_axis_names=True.
 _DATA_AXIS = AxisRule(batch="batch only", use="whole")
+_SEQUENCE_AXIS = AxisRule(batch="sequence only", use="whole")
 _MODEL_AXIS = AxisRule(batch="whole")
+DEGREES: Mapping[str, AxisRule] = {"dp": _DATA_AXIS, "cp": _SEQUENCE_AXIS, "tp": _MODEL_AXIS}
 AXIS_NAMES: Mapping[str, AxisRule] = {
     "dp": _DATA_AXIS,
     "data": _DATA_AXIS,
     "fsdp": _DATA_AXIS,
+    "cp": _SEQUENCE_AXIS,
     "tp": _MODEL_AXIS,
     "model": _MODEL_AXIS,
 }
@@ -203,6 +209,8 @@ class _Work:
             if rule.batch == "whole" and p != R:
                 return False
             if rule.batch == "batch only" and p not in ((R, S(0)) if in_batch else (R,)):
+                return False
+            if rule.batch == "sequence only" and p not in ((R, S(1)) if in_batch else (R,)):
                 return False
         return True
 

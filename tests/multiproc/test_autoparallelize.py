@@ -141,7 +141,7 @@ def _mistakes(rank: int, plan_of_other_mesh: mw.Plan, plan_of_other_model: mw.Pl
         "batch": refused(model, mesh, batch, batch="mine"),
         "outputs": refused(model, mesh, batch, outputs="some"),
         "lazy local": refused(model, mesh, batch="local"),
-        "other mesh": refused(model, mesh, batch, plan=plan_of_other_mesh),
+        "other mesh": refused(model, mesh, batch, plan=plan_of_other_mesh, kind=mw.RuntimeMismatchError),
         "other model": refused(model, mesh, batch, plan=plan_of_other_model),
         "memory": refused(model, mesh, batch, memory_limit=1000, kind=mw.InfeasibleError),
     }
@@ -161,7 +161,7 @@ def test_every_mistake_is_a_typed_error_on_every_rank():
         "batch": "batch='mine' is not known; known are 'global', 'local'",
         "outputs": "outputs='some' is not known; known are 'auto', 'full'",
         "lazy local": 'batch="local" needs example_inputs with the global shapes',
-        "other mesh": "the plan is for a mesh of 4 and this mesh is 2",
+        "other mesh": "the plan is for a mesh of 4 = 4 devices, found one of 2 = 2: plan again for this mesh, or run on 4 ranks",
         "other model": "the plan is for another program: Linear",
         "memory": "no plan on mesh 2 fits 1000 bytes per device",
     }

@@ -100,14 +100,14 @@ def test_a_checkpoint_that_does_not_match_is_refused_by_name():
 
 
 def test_a_plan_for_something_else_is_refused():
-    plan, other = zero3("mlp", (2,)), zero3("tied", (2,))
+    plan, other, larger = zero3("mlp", (2,)), zero3("tied", (2,)), replicated_plan(captured("mlp"), MeshShape.of(4))
 
     def on_rank(rank):
         mesh = make_mesh("cpu", (2,))
         with pytest.raises(InputError, match=r"the plan is for another model or batch: it was made for program [0-9a-f]{12}"):
             build(ALL["mlp"].model(), captured("mlp"), other, mesh)
-        with pytest.raises(InputError, match="the plan is for a mesh of 2, found one of 2x1"):
-            build(ALL["mlp"].model(), captured("mlp"), plan, make_mesh("cpu", (2, 1)))
+        with pytest.raises(RuntimeMismatchError, match="the plan is for a mesh of 4 = 4 devices, found one of 2 = 2"):
+            build(ALL["mlp"].model(), captured("mlp"), larger, mesh)
         with pytest.raises(InputError, match="batch is 'both', must be one of 'global', 'local'"):
             build(ALL["mlp"].model(), captured("mlp"), plan, mesh, batch="both")
 

@@ -1,0 +1,250 @@
+"""Logical meshes: the ways to arrange devices in up to three axes, and what each axis may be used for.
+
+Devices keep their order (row-major), so an arrangement is an ordered factorisation of their number: 8x8 devices as ``(64,)``,
+``(2, 32)``, ``(4, 16)``, ... Which axis does what is the plan's choice; *degrees* fix it: ``{"tp": 8}`` is one axis of 8 for tensor
+parallelism, inner or outer, and the other devices do anything else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from meshwright.planner.cost import Topology
+from meshwright.planner.ir.errors import InputError
+from meshwright.planner.ir.hardware import Hardware
+from meshwright.planner.ir.mesh import MeshShape
+from meshwright.planner.solve.strategies import DEGREES, AxisRule, axis_name_rules
+
+# Axes of the meshes that are searched, and of those that the best of them are split into.
+AXES = 2
+MOST_AXES = 3
+
+_ALIASES = {"data": "dp", "fsdp": "dp", "model": "tp"}
+_NOT_YET = ("pp", "ep")
+
+
+@dataclass(frozen=True)
+class LogicalMesh:
+    """Devices arranged in axes, and what is under and allowed on each.
+
+    Attributes:
+        mesh: sizes and names.
+        hardware: device, and the link of each axis.
+        rules: what may happen on each axis; empty: anything.
+        demand: what asks for the rules, for messages.
+        is_inner: whether every group of the last axis lies within a node.
+    """
+
+    mesh: MeshShape
+    hardware: Hardware
+    rules: tuple[AxisRule, ...] = ()
+    demand: str = ""
+    is_inner: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self.hardware.links) != self.mesh.num_axes:
+            raise InputError(
+                f"hardware has {len(self.hardware.links)} links, but mesh {self.mesh} has {self.mesh.num_axes} axes: "
+                "give one link per axis"
+            )
+
+
+@dataclass(frozen=True)
+class MeshRequest:
+    """What a user says about the logical mesh.
+
+    Attributes:
+        logical_mesh: ``"search"``, ``"given"`` (the axes of the mesh as they are), sizes of exactly one mesh, or None: what suits
+            the kind of mesh that was given.
+        degrees: size of the axis for each of ``dp``, ``cp``, ``tp``; those left out are searched.
+        respect_axis_names: keep the given axes and use them as their names say.
+        pinned_axes: number of axes that pins speak of; None without pins.
+    """
+
+    logical_mesh: str | tuple[int, ...] | None = None
+    degrees: Mapping[str, int] | None = None
+    respect_axis_names: bool = False
+    pinned_axes: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.logical_mesh, str) and self.logical_mesh not in ("search", "given"):
+            raise InputError(
+                f"logical_mesh={self.logical_mesh!r} is not known: use 'search', 'given' (the mesh as it is), or sizes as (8, 8)"
+            )
+        said = {
+            "degrees": bool(self.degrees),
+            "logical_mesh": self.logical_mesh not in (None, "search"),
+            "respect_axis_names": self.respect_axis_names,
+        }
+        both = [name for name, is_said in said.items() if is_said]
+        if len(both) > 1 and not (self.logical_mesh == "given" and not self.degrees):
+            raise InputError(f"{' and '.join(both)} each say which logical mesh to use: give one of them")
+
+    def searches(self, by_default: bool) -> bool:
+        """Whether to search, ``by_default`` where nothing is said."""
+        if self.respect_axis_names or self.degrees:
+            return bool(self.degrees)
+        if self.logical_mesh is not None:
+            return self.logical_mesh == "search"
+        return by_default and self.pinned_axes is None
+
+
+def logical_meshes(topology: Topology, request: MeshRequest, *, search: bool) -> tuple[LogicalMesh, ...]:
+    """The meshes to look at, at least one: the given arrangement first, if it is among them.
+
+    Args:
+        topology: the devices.
+        request: what the user says.
+        search: whether to search where the user says nothing.
+
+    Raises:
+        InputError: degrees or sizes that do not suit the number of devices, or unknown names.
+    """
+    if request.degrees:
+        return _by_degrees(topology, request)
+    if isinstance(request.logical_mesh, tuple):
+        return (_exactly(topology, request.logical_mesh),)
+    given = _given(topology, request.respect_axis_names)
+    if not request.searches(search):
+        return (given,)
+    shapes = [s for s in factorisations(topology.shape.num_devices, AXES) if request.pinned_axes in (None, len(s))]
+    plain = _plain(topology.shape)
+    found = [_arranged(topology, MeshShape.of(*sizes)) for sizes in shapes if sizes != plain.sizes and topology.ascending(sizes)]
+    if request.pinned_axes in (None, plain.num_axes):
+        found.insert(0, _arranged(topology, plain))
+    return tuple(found) or (given,)
+
+
+def finer(topology: Topology, where: LogicalMesh) -> tuple[LogicalMesh, ...]:
+    """The meshes that split one axis of ``where`` in two: they can do all that it can, over more collectives."""
+    if where.mesh.num_axes >= MOST_AXES or where.rules:
+        return ()
+    sizes = where.mesh.sizes
+    shapes = dict.fromkeys(
+        (*sizes[:axis], a, size // a, *sizes[axis + 1 :])
+        for axis, size in enumerate(sizes)
+        for a in range(2, size)
+        if size % a == 0
+    )
+    return tuple(_arranged(topology, MeshShape.of(*shape)) for shape in shapes if topology.ascending(shape))
+
+
+def factorisations(devices: int, axes: int) -> tuple[tuple[int, ...], ...]:
+    """Ordered factorisations of ``devices`` into up to ``axes`` factors above 1, fewest factors first.
+
+    >>> factorisations(8, 2), factorisations(7, 3), factorisations(1, 2)
+    (((8,), (2, 4), (4, 2)), ((7,),), ((1,),))
+    """
+    found = {n: list(_ordered(devices, n)) for n in range(1, axes + 1)}
+    return tuple(itertools.chain.from_iterable(found.values())) or ((1,),)
+
+
+def _ordered(devices: int, factors: int) -> Iterator[tuple[int, ...]]:
+    if factors == 1:
+        if devices > 1:
+            yield (devices,)
+        return
+    for first in range(2, devices // 2 + 1):
+        if devices % first == 0:
+            for rest in _ordered(devices // first, factors - 1):
+                yield (first, *rest)
+
+
+# --- from a request -----------------------------------------------------------------------------------------------
+
+
+def _arranged(topology: Topology, mesh: MeshShape, rules: tuple[AxisRule, ...] = (), demand: str = "") -> LogicalMesh:
+    inner = topology.inside(mesh.sizes, mesh.num_axes - 1)
+    return LogicalMesh(mesh, topology.hardware(mesh), rules, demand, inner)
+
+
+def _given(topology: Topology, respect_axis_names: bool) -> LogicalMesh:
+    rules = axis_name_rules(topology.shape) if respect_axis_names else ()
+    return _arranged(topology, topology.shape, rules, "the axis names" if rules else "")
+
+
+def _plain(shape: MeshShape) -> MeshShape:
+    """A shape without its axes of size 1."""
+    kept = [(n, name) for n, name in zip(shape.sizes, shape.names, strict=True) if n > 1]
+    return MeshShape(tuple(n for n, _ in kept), tuple(name for _, name in kept)) if kept else MeshShape.of(1)
+
+
+def _exactly(topology: Topology, sizes: tuple[int, ...]) -> LogicalMesh:
+    devices = topology.shape.num_devices
+    if not sizes or any(not isinstance(n, int) or n < 1 for n in sizes) or math.prod(sizes) != devices:
+        text = "x".join(map(str, sizes))
+        raise InputError(
+            f"logical_mesh {text} has {_product(sizes)} devices, but there are {devices} ({topology.shape}): give sizes whose "
+            f"product is {devices}"
+        )
+    names = topology.shape.names if sizes == topology.shape.sizes else None
+    return _arranged(topology, MeshShape.of(*sizes, names=names))
+
+
+def _product(sizes: tuple[int, ...]) -> str:
+    return str(math.prod(sizes)) if sizes and all(isinstance(n, int) for n in sizes) else "no number of"
+
+
+def _by_degrees(topology: Topology, request: MeshRequest) -> tuple[LogicalMesh, ...]:
+    """One mesh per order of the axes; what the named axes leave is a further axis."""
+    degrees = _checked_degrees(request.degrees or {}, topology.shape)
+    named = [(name, n) for name, n in degrees.items() if n > 1]
+    left = topology.shape.num_devices // math.prod(degrees.values())
+    free = [name for name in DEGREES if name not in degrees]
+    splits = factorisations(left, max(1, AXES - len(named))) if left > 1 else ((),)
+    demand = "degrees " + ", ".join(f"{name}={n}" for name, n in degrees.items())
+    found = []
+    for split in splits:
+        names = [free[0]] if len(free) == 1 and len(split) == 1 else [f"axis{i}" for i in range(len(split))]
+        rest = [(name, n, _rest_rule(free)) for name, n in zip(names, split, strict=True)]
+        axes = [*((name, n, DEGREES[name]) for name, n in named), *rest]
+        orders = itertools.permutations(axes) if request.pinned_axes is None else iter([tuple(axes)])
+        for order in orders:
+            sizes = tuple(n for _, n, _ in order) or (1,)
+            mesh = MeshShape(sizes, tuple(name for name, _, _ in order) or ("axis0",))
+            if topology.ascending(sizes) and request.pinned_axes in (None, len(sizes)):
+                found.append(_arranged(topology, mesh, tuple(rule for _, _, rule in order) or (AxisRule(),), demand))
+    if not found:
+        raise InputError(
+            f"{demand} gives no mesh of {topology.shape} whose ranks ascend along every axis"
+            + (f" and that has {request.pinned_axes} axes, as the pins say" if request.pinned_axes else "")
+        )
+    return tuple(dict.fromkeys(found))
+
+
+def _checked_degrees(degrees: Mapping[str, int], shape: MeshShape) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name, n in degrees.items():
+        axis = _ALIASES.get(name, name)
+        if axis in _NOT_YET and n == 1:
+            continue
+        if axis not in DEGREES:
+            why = "is not planned yet" if axis in _NOT_YET else "is not known"
+            raise InputError(f"degree {name!r} {why}: use {', '.join(DEGREES)}")
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise InputError(f"degree {name}={n!r} must be a whole number of devices, at least 1")
+        if axis in found:
+            raise InputError(f"degrees {dict(degrees)} name {axis!r} twice")
+        found[axis] = n
+    devices, product = shape.num_devices, math.prod(found.values())
+    text = " x ".join(f"{name}={n}" for name, n in found.items())
+    if devices % product:
+        raise InputError(
+            f"degrees {text} = {product} do not divide the {devices} devices of {shape}: choose divisors of {devices}"
+        )
+    if len(found) == len(DEGREES) and product != devices:
+        raise InputError(
+            f"degrees {text} = {product}, but {shape} has {devices} devices: the product must be {devices}, or leave one out to be searched"
+        )
+    return found
+
+
+def _rest_rule(free: list[str]) -> AxisRule:
+    """What an axis may do that is for any of the degrees left out."""
+    batch = {("dp", "cp"): "free", ("dp",): "batch only", ("cp",): "sequence only"}.get(
+        tuple(name for name in free if name != "tp"), "whole"
+    )
+    return AxisRule(batch=batch, use="free" if "tp" in free else "whole")

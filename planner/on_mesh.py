@@ -1,0 +1,234 @@
+"""The program on one logical mesh: how fast it can be at most, and the best plan of a strategy.
+
+The search over meshes asks three things of a mesh, from cheap to dear: :attr:`OnMesh.floor_s` (compute alone, no tables),
+:meth:`OnMesh.solve` with something to beat (stops at the first relaxation that cannot), and the solution itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from meshwright.planner import blocks, fuse, rules
+from meshwright.planner.correspond import Unlike
+from meshwright.planner.cost import CostModel
+from meshwright.planner.ir.cluster import ClusterGraph
+from meshwright.planner.ir.errors import InfeasibleError, NoRuleError
+from meshwright.planner.ir.graph import Capture
+from meshwright.planner.ir.hardware import Hardware
+from meshwright.planner.ir.mesh import MeshShape
+from meshwright.planner.meshes import LogicalMesh
+from meshwright.planner.options import Clock, Options
+from meshwright.planner.solve.diagnose import ROW_MARGIN, explain_infeasible
+from meshwright.planner.solve.floor import Floors
+from meshwright.planner.solve.memory import RESERVE, optimizer_bytes
+from meshwright.planner.solve.optimise import Effort, Excluded, Solution, optimise_below
+from meshwright.planner.solve.pins import Pin, find_pins, restrict_to_pins
+from meshwright.planner.solve.price import Outcome, objective_s, price
+from meshwright.planner.solve.problem import Restriction
+from meshwright.planner.solve.strategies import replicated_under, restrict, strategy_named
+from meshwright.planner.solve.tables import Tables, build_tables
+from meshwright.planner.weights import weigh
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is planned, prepared once for all meshes.
+
+    Attributes:
+        capture: the program.
+        clusters: fused and folded.
+        floors: least compute by mesh sizes.
+        options: what to search for.
+        clock: seconds per phase.
+        limit_bytes: memory limit per device.
+    """
+
+    capture: Capture
+    clusters: ClusterGraph
+    floors: Floors
+    options: Options
+    clock: Clock
+    limit_bytes: int
+
+    @classmethod
+    def of(cls, capture: Capture, hardware: Hardware, options: Options) -> Program:
+        """Fuse and fold.
+
+        Raises:
+            NoRuleError: an op has no rule and ``on_missing_rule="error"``.
+        """
+        clock = Clock(options.progress)
+        clusters = _clusters(capture, options, clock)
+        limit = options.memory_limit_bytes or int(hardware.device.memory_bytes * (1 - RESERVE))
+        return cls(capture, clusters, Floors(clusters, hardware.device), options, clock, limit)
+
+
+def _clusters(capture: Capture, options: Options, clock: Clock) -> ClusterGraph:
+    """Fused and folded clusters. Where a kernel would span several copies of a block, values between blocks stay apart."""
+    apart = frozenset[str]().union(*(r.apart for r in capture.repeats))
+    try:
+        return _clusters_apart(capture, options, clock, apart)
+    except Unlike:
+        return _clusters_apart(capture, options, clock, apart.union(*(r.crossing for r in capture.repeats)))
+
+
+def _clusters_apart(capture: Capture, options: Options, clock: Clock, apart: frozenset[str]) -> ClusterGraph:
+    with clock.phase("fuse"):
+        clusters = fuse.fuse(capture.graph, rules.rows_for, apart)
+    if options.on_missing_rule == "error":
+        _require_rules(clusters)
+    with clock.phase("fold"):
+        return weigh(blocks.fold(clusters), capture.repeats)
+
+
+def _require_rules(clusters: ClusterGraph) -> None:
+    """Raise NoRuleError if an op has no rule."""
+    missing = {op.target: op for c in clusters.clusters for op in c.ops if op.target in c.fallback}
+    if missing:
+        listed = "; ".join(f"{target} ({op.source or op.name})" for target, op in missing.items())
+        raise NoRuleError(
+            f"no sharding rule for {listed}: add one with meshwright.rule, or use on_missing_rule='replicate' to run these ops replicated"
+        )
+
+
+@dataclass(frozen=True)
+class Found:
+    """One strategy solved on one mesh.
+
+    Attributes:
+        on: where.
+        solution: what is chosen, and how it was found.
+        outcome: what that costs.
+        objective_s: the solver's objective for it: its time and the tie-breaks.
+        bound_s: proved lower bound of the objective on this mesh.
+        notes: sentences for the plan.
+    """
+
+    on: OnMesh
+    solution: Solution
+    outcome: Outcome
+    objective_s: float
+    bound_s: float
+    notes: tuple[str, ...]
+
+
+class OnMesh:
+    """A program on one logical mesh.
+
+    Attributes:
+        program: what is planned.
+        where: the mesh.
+        costs: seconds on it.
+    """
+
+    def __init__(self, program: Program, where: LogicalMesh):
+        self.program, self.where = program, where
+        self.costs = CostModel(where.hardware, where.mesh)
+
+    @property
+    def mesh(self) -> MeshShape:
+        return self.where.mesh
+
+    @cached_property
+    def floor_s(self) -> float:
+        """Lower bound of any plan's time here: compute alone."""
+        with self.program.clock.phase("bound"):
+            return self.program.floors.compute_s(self.mesh.sizes)
+
+    @cached_property
+    def pins(self) -> dict[int, tuple[Pin, ...]]:
+        """The pins of every cluster that has some.
+
+        Raises:
+            InputError: a pin that matches nothing or does not suit the mesh.
+        """
+        return find_pins(self.program.options.pins, self.program.capture.graph, self.program.clusters, self.mesh)
+
+    @cached_property
+    def tables(self) -> Tables:
+        """The problem."""
+        capture, clusters = self.program.capture, self.program.clusters
+        labels = [(c, tuple(p.key for p in self.pins.get(i, ()))) for i, c in enumerate(clusters.class_of)]
+        numbers = {label: k for k, label in enumerate(dict.fromkeys(labels))}
+        with self.program.clock.phase("build"):
+            return build_tables(
+                capture.graph,
+                clusters,
+                [numbers[label] for label in labels],
+                self.mesh,
+                self.costs,
+                state_bytes=self.state_bytes,
+                memory_limit_bytes=int(self.program.limit_bytes * (1 - ROW_MARGIN)),
+                precision=capture.precision,
+            )
+
+    @property
+    def state_bytes(self) -> int:
+        """Optimizer state per parameter element."""
+        return optimizer_bytes(self.program.options.optimizer)
+
+    @cached_property
+    def demands(self) -> list[tuple[str, Restriction]]:
+        """What the user demands beside the strategy, by name."""
+        by_pattern: dict[str, dict[int, tuple[Pin, ...]]] = {}
+        for cluster, pins in self.pins.items():
+            for pin in pins:
+                by_pattern.setdefault(pin.pattern, {})[cluster] = (pin,)
+        demands = [(f"pin {pattern!r}", restrict_to_pins(self.tables, pins)) for pattern, pins in by_pattern.items()]
+        if self.where.rules:
+            demands.append((self.where.demand, restrict(self.tables, self.where.rules, self.where.demand)))
+        return demands
+
+    def _parts(self, name: str) -> list[tuple[str, Restriction]]:
+        """All demands of a strategy's problem."""
+        strategy = strategy_named(name)
+        if strategy.name == "auto":
+            return self.demands
+        return [(f"strategy {strategy.name!r}", restrict(self.tables, strategy.rules(self.mesh), strategy.name)), *self.demands]
+
+    def _whole(self, name: str) -> Restriction:
+        whole = Restriction()
+        for _, part in self._parts(name):
+            whole = whole.merged(part)
+        return whole
+
+    def solve(
+        self, name: str, *, limited: bool = True, effort: Effort | None = None, beat_s: float = float("inf")
+    ) -> Found | Excluded | None:
+        """A strategy's best plan here.
+
+        Args:
+            name: of the strategy.
+            limited: whether the memory limit holds.
+            effort: of the solver; that of the options by default.
+            beat_s: what a plan must cost less than to be of interest.
+
+        Returns:
+            The plan; or a bound that shows that none is of interest; or None where no plan fits.
+
+        Raises:
+            InputError: the strategy cannot be had of this batch, or a pin does not suit.
+        """
+        tables = self.tables
+        with self.program.clock.phase("solve"):
+            whole = self._whole(name)
+            problem = tables.problem if limited else replace(tables.problem, memory_limit_bytes=None)
+            solution = optimise_below(problem, whole, tables.cache, effort or self.program.options.effort, beat_s)
+            if solution is None or isinstance(solution, Excluded):
+                return solution
+            outcome = price(problem, whole, solution.chosen)
+            objective = objective_s(problem, outcome, solution.chosen)
+            notes = whole.notes + replicated_under(tables, whole, solution.chosen, name)
+            return Found(self, solution, outcome, objective, min(objective, solution.bound_s), notes)
+
+    def freed(self, found: Found) -> Found:
+        """A strategy's plan on this mesh as one of the free search: its paths may be better ones."""
+        whole, problem = self._whole("auto"), self.tables.problem
+        outcome = price(problem, whole, found.solution.chosen)
+        objective = objective_s(problem, outcome, found.solution.chosen)
+        return replace(found, outcome=outcome, objective_s=objective, bound_s=min(found.bound_s, objective), notes=whole.notes)
+
+    def why_infeasible(self, name: str) -> InfeasibleError:
+        """The error for a strategy that has no plan here."""
+        return explain_infeasible(self.tables, self._parts(name), self.program.limit_bytes)
