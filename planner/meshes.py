@@ -24,6 +24,8 @@ MOST_AXES = 3
 
 _ALIASES = {"data": "dp", "fsdp": "dp", "model": "tp"}
 _NOT_YET = ("pp", "ep")
+# Outer to inner, as most people do: looked at first. What is left for anything comes second.
+_USUAL = ("dp", "", "cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -189,30 +191,32 @@ def _product(sizes: tuple[int, ...]) -> str:
 
 
 def _by_degrees(topology: Topology, request: MeshRequest) -> tuple[LogicalMesh, ...]:
-    """One mesh per order of the axes; what the named axes leave is a further axis."""
+    """One mesh per order of the axes (with pins: the order in which they were named); what the named axes leave is a further one."""
     degrees = _checked_degrees(request.degrees or {}, topology.shape)
     named = [(name, n) for name, n in degrees.items() if n > 1]
     left = topology.shape.num_devices // math.prod(degrees.values())
     free = [name for name in DEGREES if name not in degrees]
     splits = factorisations(left, max(1, AXES - len(named))) if left > 1 else ((),)
     demand = "degrees " + ", ".join(f"{name}={n}" for name, n in degrees.items())
-    found = []
+    found: dict[tuple, LogicalMesh] = {}
     for split in splits:
         names = [free[0]] if len(free) == 1 and len(split) == 1 else [f"axis{i}" for i in range(len(split))]
         rest = [(name, n, _rest_rule(free)) for name, n in zip(names, split, strict=True)]
         axes = [*((name, n, DEGREES[name]) for name, n in named), *rest]
-        orders = itertools.permutations(axes) if request.pinned_axes is None else iter([tuple(axes)])
+        usual = sorted(axes, key=lambda axis: _USUAL.index(axis[0]) if axis[0] in _USUAL else 1)
+        orders = itertools.permutations(usual) if request.pinned_axes is None else iter([tuple(axes)])
         for order in orders:
             sizes = tuple(n for _, n, _ in order) or (1,)
             mesh = MeshShape(sizes, tuple(name for name, _, _ in order) or ("axis0",))
             if topology.ascending(sizes) and request.pinned_axes in (None, len(sizes)):
-                found.append(_arranged(topology, mesh, tuple(rule for _, _, rule in order) or (AxisRule(),), demand))
+                allowed = tuple(rule for _, _, rule in order) or (AxisRule(),)
+                found.setdefault((sizes, allowed), _arranged(topology, mesh, allowed, demand))
     if not found:
         raise InputError(
             f"{demand} gives no mesh of {topology.shape} whose ranks ascend along every axis"
             + (f" and that has {request.pinned_axes} axes, as the pins say" if request.pinned_axes else "")
         )
-    return tuple(dict.fromkeys(found))
+    return tuple(found.values())
 
 
 def _checked_degrees(degrees: Mapping[str, int], shape: MeshShape) -> dict[str, int]:

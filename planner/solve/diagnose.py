@@ -46,9 +46,10 @@ def explain_infeasible(tables: Tables, parts: Sequence[tuple[str, Restriction]],
     needed = int(sum(memory.values()) * (1 + 3 * ROW_MARGIN)) + 1
     category = max(memory, key=lambda k: memory[k])
     under = f" under {' and '.join(name for name, _ in parts)}" if parts else ""
+    over = f", over the limit by {_size(needed - limit)}" if limit else ""
     return InfeasibleError(
-        f"no plan on mesh {tables.mesh}{under} fits {_size(limit or 0)} per device: the smallest needs {_size(needed)} ({needed} bytes), "
-        f"of which {category} take {_size(memory[category])}. What helps: {_WHAT_TO_DO.get(category, 'more devices')}",
+        f"no plan on mesh {tables.mesh}{under} fits {_size(limit or 0)} per device: the smallest needs {_size(needed)} ({needed} bytes)"
+        f"{over}; {category} take {_size(memory[category])} of it. What helps: {_WHAT_TO_DO.get(category, 'more devices')}",
         binding="memory",
         needed_bytes=needed,
     )
