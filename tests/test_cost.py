@@ -176,6 +176,17 @@ def test_gathering_another_dim_than_the_first_costs_a_copy_more(model: CostModel
     assert second - first == pytest.approx(copy)
 
 
+def test_no_copy_is_counted_where_the_cut_is_one_stretch_of_memory(model: CostModel):
+    """``S(1)`` of ``[1, S, H]``, and of a batch of which each rank has one element, as plain dims and as groups."""
+    one, eight = Value("v", (1, 4096, 4096), torch.float32), Value("v", (8, 512, 4096), torch.float32)
+    rows = Value("v", (4096, 4096), torch.float32)
+    plain = model.step_s(rows, (R, S(0)), 1, R)[2]
+    assert model.step_s(one, (R, S(1)), 1, R)[2] == pytest.approx(plain)
+    assert model.step_s(eight, (R, S(1)), 1, R)[2] > plain == pytest.approx(model.step_s(rows, (R, S(0, 1)), 1, R)[2])
+    assert model.step_s(eight, (S(0), S(1)), 1, R)[2] == pytest.approx(model.step_s(rows, (S(0), S(0, 8)), 1, R)[2])
+    assert model.step_s(rows, (R, S(0, 8)), 1, R)[2] > plain
+
+
 def test_an_axis_of_one_device_costs_nothing():
     mesh = MeshShape.of(1, 4)
     model = CostModel(hardware_for(mesh, "H100"), mesh)

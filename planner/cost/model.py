@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -14,7 +15,7 @@ from meshwright.planner.ir.graph import Value
 from meshwright.planner.ir.hardware import Hardware
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.redistribute import step_kind
-from meshwright.planner.ir.spec import Placement, Placements, local_numel
+from meshwright.planner.ir.spec import Placement, Placements, local_numel, max_local_shape, plain_factor
 
 Candidate = tuple[ClusterRow, ...]
 """One row per mesh axis."""
@@ -95,13 +96,21 @@ class CostModel:
             return kind, size, 0.0
         if kind == "slice":
             return kind, size, SLICE_S
-        return kind, size, self.collective_s(kind, axis, size) + _copies(src[axis], dst) * self._copy_s(size)
+        copies = sum(_is_scattered(shape, p, self.mesh.sizes, axis) for p in (src, after))
+        return kind, size, self.collective_s(kind, axis, size) + copies * self._copy_s(size)
 
     def _copy_s(self, size_bytes: int) -> float:
         """Seconds to copy a buffer within the device: one read, one write."""
         return 2 * size_bytes / self.hardware.device.memory_bytes_per_s
 
 
-def _copies(src: Placement, dst: Placement) -> int:
-    """Local copies around a collective: it works on consecutive pieces of dim 0, anything else is rearranged."""
-    return sum(p.is_shard and (p.dim > 0 or p.split > 1) for p in (src, dst))
+def _is_scattered(shape: tuple[int, ...], placements: Placements, sizes: Sequence[int], axis: int) -> bool:
+    """Whether what the axis cuts off is several stretches of memory, so that it is copied together around the collective.
+
+    One stretch it is where the dims and groups before the cut have one element each on a rank: ``S(1)`` of ``[1, S, H]``.
+    """
+    p = placements[axis]
+    if not p.is_shard:
+        return False
+    groups = 1 if p.split == 1 else p.split // plain_factor(placements, sizes, p.dim)
+    return groups * math.prod(max_local_shape(shape, placements, sizes)[: p.dim]) > 1
