@@ -63,7 +63,6 @@ class BucketCollectives:
             issued = _merge(gm, bucket, f"bucket_{number}") if len(bucket.members) > 1 else bucket.members[0]
             if bucket.rests:
                 before[key] = next(iter(issued.users))
-        _settle(gm.graph)
         return gm
 
     def buckets(self, graph: fx.Graph) -> Iterator[_Bucket]:
@@ -154,38 +153,6 @@ def _hoist(bucket: _Bucket, before: fx.Node | None) -> None:
             continue
         place.append(node)
         place = node
-
-
-def _settle(graph: fx.Graph, flying: int = 2) -> None:
-    """Wait for a reduction that leaves less than it took when two more were issued: its operand is held until then."""
-    under_way: list[fx.Node] = []
-    for node in list(graph.nodes):
-        if not is_collective(node) or is_wait(node) or not _shrinks(node):
-            continue
-        under_way.append(node)
-        if len(under_way) > flying:
-            for late in _arrival(under_way.pop(0)):
-                if node < late:
-                    node.prepend(late)
-
-
-def _shrinks(node: fx.Node) -> bool:
-    """Whether less remains than was reduced: pieces, or slices of the whole."""
-    kind = node.meta["step"].kind
-    return kind == "reduce_scatter" or (kind == "all_reduce" and any(n.meta["step"].kind == "slice" for n in _arrival(node)))
-
-
-def _arrival(collective: fx.Node) -> list[fx.Node]:
-    """The wait for a collective and the layout ops that follow it, in order."""
-    found = set(collective.users)
-    pending = list(found)
-    while pending:
-        for user in pending.pop().users:
-            follows = "step" in user.meta and not is_collective(user)
-            if user not in found and follows and all(a in found for a in user.all_input_nodes):
-                found.add(user)
-                pending.append(user)
-    return sorted(found)
 
 
 def _merge(gm: fx.GraphModule, bucket: _Bucket, name: str) -> fx.Node:

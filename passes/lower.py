@@ -12,6 +12,7 @@ from meshwright.passes.bucket import BucketCollectives
 from meshwright.passes.overlap import OverlapCollectives
 from meshwright.passes.program import LocalProgram
 from meshwright.passes.rewrite import RewriteForRank
+from meshwright.passes.schedule import ScheduleCollectives
 from meshwright.passes.split import split
 from meshwright.passes.verify import VerifyProgram, collectives_of, sequence_hash
 from meshwright.planner.ir.errors import VerifyError
@@ -58,6 +59,7 @@ def lower(
         RewriteForRank(capture, plan, tuple(coordinate), tuple(group_names), device),
         OverlapCollectives(),
         BucketCollectives(bucket_bytes),
+        ScheduleCollectives(plan),
         VerifyProgram(plan, capture.graph),
     )
     joint = run_passes(passes, capture.gm, label, times_s)

@@ -71,43 +71,65 @@ def is_wait(node: fx.Node) -> bool:
     return str(node.target) == "_c10d_functional.wait_tensor.default"
 
 
+@dataclass(frozen=True)
+class Moves:
+    """Which nodes of a phase may move. All others are kernels, and keep their order.
+
+    Attributes:
+        after: waits, and the layout ops that follow them.
+        before: collectives, and the layout ops that prepare them.
+        free: cheap ops on inputs alone, which move with the collective that reads them.
+    """
+
+    after: frozenset[fx.Node]
+    before: frozenset[fx.Node]
+    free: frozenset[fx.Node]
+
+    def __contains__(self, node: fx.Node) -> bool:
+        return node in self.after or node in self.before or node in self.free
+
+    @classmethod
+    def of(cls, body: list[fx.Node]) -> Moves:
+        """Sort the nodes of one phase, which stand in a legal order."""
+        inside = set(body)
+        after, before, free = set[fx.Node](), set[fx.Node](), set[fx.Node]()
+        for node in body:
+            operands = [a for a in node.all_input_nodes if a in inside]
+            if _is_late(node, operands, after):
+                after.add(node)
+            elif "step" in node.meta and node.meta["step"].kind != "slice":
+                before.add(node)
+            elif not is_collective(node) and str(node.target) not in BIG and all(a in free for a in operands):
+                free.add(node)
+        return cls(frozenset(after), frozenset(before), frozenset(free))
+
+
+def _is_late(node: fx.Node, operands: list[fx.Node], after: set[fx.Node]) -> bool:
+    """Whether it is a wait, or only rearranges or slices what was waited for."""
+    if is_wait(node):
+        return True
+    step = node.meta.get("step")
+    waited = [a for a in operands if a in after]
+    return step is not None and any(step.kind == "slice" or a.meta["step"] is step for a in waited)
+
+
 class _Order:
     """Where each node of one phase goes: a key per node, by which a stable sort orders them.
 
-    A node that does not move has its index as key. Movable are: collectives and the layout ops that prepare them; waits and
-    the layout ops after them; cheap ops on inputs alone, along with the collective that reads them.
+    A node that does not move has its index as key.
     """
 
     def __init__(self, body: list[fx.Node], options: OverlapCollectives):
         self.body, self.options = body, options
         self.index = {n: i for i, n in enumerate(body)}
         self.big = [i for i, n in enumerate(body) if str(n.target) in BIG]
-        self.after: set[fx.Node] = set()
-        self.before: set[fx.Node] = set()
-        self.free: set[fx.Node] = set()
+        moves = Moves.of(body)
+        self.after, self.before, self.free = moves.after, moves.before, moves.free
         self.earliest: dict[fx.Node, int] = {}
         self.in_flight: Counter[int] = Counter()
         for node in body:
-            self.classify(node)
-
-    def classify(self, node: fx.Node) -> None:
-        operands = [a for a in node.all_input_nodes if a in self.index]
-        if self.is_late(node, operands):
-            self.after.add(node)
-        elif "step" in node.meta and node.meta["step"].kind != "slice":
-            self.before.add(node)
-        elif not is_collective(node) and str(node.target) not in BIG and all(a in self.free for a in operands):
-            self.free.add(node)
-        movable = node in self.after or node in self.before or node in self.free
-        self.earliest[node] = max((self.earliest[a] for a in operands), default=-1) if movable else self.index[node]
-
-    def is_late(self, node: fx.Node, operands: list[fx.Node]) -> bool:
-        """Whether it is a wait, or only rearranges or slices what was waited for."""
-        if is_wait(node):
-            return True
-        step = node.meta.get("step")
-        waited = [a for a in operands if a in self.after]
-        return step is not None and any(step.kind == "slice" or a.meta["step"] is step for a in waited)
+            read = [self.earliest[a] for a in node.all_input_nodes if a in self.index]
+            self.earliest[node] = max(read, default=-1) if node in moves else self.index[node]
 
     def sorted(self) -> list[fx.Node]:
         end = len(self.body)

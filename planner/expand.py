@@ -79,4 +79,5 @@ def expanded(plan: Plan, planned: OpGraph, whole: OpGraph, repeats: tuple[Repeat
         ops={op.name: plan.ops[names[op.name]] for op in whole.ops},
         outputs=tuple(ends[o.role, _planned_fqn(o.name, repeats)] for o in whole.outputs),
         redistributions=tuple(moved),
+        kernel_s={op.name: plan.kernel_s[names[op.name]] for op in whole.ops if names[op.name] in plan.kernel_s},
     )

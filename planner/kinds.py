@@ -111,7 +111,8 @@ def overload(target: str) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _kind_of_target(target: str) -> str:
+def kind_of_target(target: str) -> str:
+    """``"view"``, ``"cast"``, ``"pointwise"``, ``"reduction"`` or ``"kernel"``, by the overload's name alone."""
     name = packet(target)
     for kind, names in (("view", _VIEWS), ("cast", _CASTS), ("pointwise", _POINTWISE), ("reduction", _REDUCTIONS)):
         if name in names:
@@ -129,7 +130,7 @@ def kind_of(op: Op) -> str:
     """
     if not op.ins:
         return "creation"
-    kind = _kind_of_target(op.target)
+    kind = kind_of_target(op.target)
     return "pointwise" if kind == "reduction" and len(op.ins) > 1 else kind
 
 

@@ -30,6 +30,7 @@ import torch
 from torch import fx, nn
 
 from meshwright.planner.ir.graph import Capture, GraphOutput, Op, OpGraph, fx_value, ops_of
+from meshwright.planner.order import finish_gradients_early
 from meshwright.planner.solve.backend import min_cut
 
 aten = torch.ops.aten
@@ -197,6 +198,7 @@ def save_few(capture: Capture, kept: Set[str] | None = None) -> Capture:
 def rewritten(graph: fx.Graph, view: OpGraph, kept: Set[str]) -> tuple[fx.Graph, OpGraph]:
     """A captured graph and its view, with everything but ``kept`` computed again in the backward."""
     new = _Rewriter(graph, kept).run()
+    finish_gradients_early(new)
     return new, OpGraph(view.inputs, ops_of(new), _outputs(view, new))
 
 

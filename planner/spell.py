@@ -10,7 +10,7 @@ from meshwright.planner.ir.cluster import ClusterGraph
 from meshwright.planner.ir.plan import Alternative, Fallback, MeshTried, Plan, Prediction
 from meshwright.planner.ir.verify import verify_plan
 from meshwright.planner.on_mesh import Found, Program
-from meshwright.planner.solve.evaluate import Evaluation, evaluate, require_equal
+from meshwright.planner.solve.evaluate import Evaluation, evaluate, kernel_seconds, require_equal
 from meshwright.planner.solve.extract import collectives, extract
 from meshwright.planner.solve.memory import RESERVE
 from meshwright.planner.solve.strategies import batch_size
@@ -36,7 +36,8 @@ def checked_plan(
     verify_plan(plan, program.capture.graph)
     walked = evaluate(plan, program.capture.graph, program.clusters, found.on.costs, found.on.state_bytes)
     require_equal(found.outcome, walked.outcome, plan.collectives, walked.collectives)
-    return replace(plan, fallbacks=_fallbacks(program.clusters, walked))
+    kernel_s = kernel_seconds(program.capture.graph, program.clusters, walked.cluster_s)
+    return replace(plan, fallbacks=_fallbacks(program.clusters, walked), kernel_s=kernel_s)
 
 
 def _spelled_out(

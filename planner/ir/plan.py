@@ -233,6 +233,7 @@ class Plan:
         folded: ``{"classes": ..., "clusters": ..., "blocks": ...}``: what was decided once for many; ``"captured"``: the lists of
             modules of which only some were traced and the others copied.
         notes: sentences the reader must know (options ignored, limits reached).
+        kernel_s: predicted seconds of each kernel, by the name of its last op; what collectives are placed by.
         input_info: what each placeholder is, by value name; for reports only.
         op_info: what each op is, by name; for reports only.
     """
@@ -262,6 +263,7 @@ class Plan:
     solver: Mapping[str, Any] = field(default_factory=dict)
     folded: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    kernel_s: Mapping[str, float] = field(default_factory=dict)
     input_info: Mapping[str, InputInfo] = field(default_factory=dict)
     op_info: Mapping[str, OpInfo] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
@@ -310,6 +312,7 @@ class Plan:
             "solver": dict(self.solver),
             "folded": dict(self.folded),
             "notes": list(self.notes),
+            "kernel_s": dict(self.kernel_s),
             "input_info": {k: asdict(v) for k, v in self.input_info.items()},
             "op_info": {k: asdict(v) for k, v in self.op_info.items()},
         }
