@@ -6,13 +6,14 @@ The search over meshes asks three things of a mesh, from cheap to dear: :attr:`O
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshwright.planner import blocks, fuse, rules
 from meshwright.planner.correspond import Unlike
 from meshwright.planner.cost import CostModel
-from meshwright.planner.ir.cluster import ClusterGraph
+from meshwright.planner.ir.cluster import ClusterGraph, ClusterRow
 from meshwright.planner.ir.errors import InfeasibleError, NoRuleError
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.hardware import Hardware
@@ -21,14 +22,19 @@ from meshwright.planner.meshes import LogicalMesh
 from meshwright.planner.options import Clock, Options
 from meshwright.planner.solve.diagnose import ROW_MARGIN, explain_infeasible
 from meshwright.planner.solve.floor import Floors
+from meshwright.planner.solve.follow import rows_following_batch
 from meshwright.planner.solve.memory import RESERVE, optimizer_bytes
-from meshwright.planner.solve.optimise import Effort, Excluded, Solution, optimise_below
+from meshwright.planner.solve.optimise import Effort, Excluded, Solution, optimise_below, relaxed_bound_s
+from meshwright.planner.solve.outline import repeated_part, with_floor_of_the_rest
 from meshwright.planner.solve.pins import Pin, find_pins, restrict_to_pins
 from meshwright.planner.solve.price import Outcome, objective_s, price
 from meshwright.planner.solve.problem import Restriction
-from meshwright.planner.solve.strategies import replicated_under, restrict, strategy_named
+from meshwright.planner.solve.strategies import batch_length, replicated_under, restrict, strategy_named
 from meshwright.planner.solve.tables import Tables, build_tables
 from meshwright.planner.weights import weigh
+
+# How hard to try for the bound of an outline: it orders meshes, and excludes the poor ones.
+_OUTLINED = Effort(gap=1e-3, rounds=4)
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ class Program:
         options: what to search for.
         clock: seconds per phase.
         limit_bytes: memory limit per device.
+        repeated: the clusters of the repeated block; None where there is none.
     """
 
     capture: Capture
@@ -50,6 +57,7 @@ class Program:
     options: Options
     clock: Clock
     limit_bytes: int
+    repeated: ClusterGraph | None
 
     @classmethod
     def of(cls, capture: Capture, hardware: Hardware, options: Options) -> Program:
@@ -61,7 +69,8 @@ class Program:
         clock = Clock(options.progress)
         clusters = _clusters(capture, options, clock)
         limit = options.memory_limit_bytes or int(hardware.device.memory_bytes * (1 - RESERVE))
-        return cls(capture, clusters, Floors(clusters, hardware.device), options, clock, limit)
+        floors = Floors(clusters, hardware.device)
+        return cls(capture, clusters, floors, options, clock, limit, repeated_part(clusters, floors.counts))
 
 
 def _clusters(capture: Capture, options: Options, clock: Clock) -> ClusterGraph:
@@ -98,6 +107,7 @@ class Found:
 
     Attributes:
         on: where.
+        tables: the problem.
         solution: what is chosen, and how it was found.
         outcome: what that costs.
         objective_s: the solver's objective for it: its time and the tie-breaks.
@@ -106,6 +116,7 @@ class Found:
     """
 
     on: OnMesh
+    tables: Tables
     solution: Solution
     outcome: Outcome
     objective_s: float
@@ -125,6 +136,7 @@ class OnMesh:
     def __init__(self, program: Program, where: LogicalMesh):
         self.program, self.where = program, where
         self.costs = CostModel(where.hardware, where.mesh)
+        self._built: dict[tuple[bool, ...], Tables] = {}
 
     @property
     def mesh(self) -> MeshShape:
@@ -146,50 +158,90 @@ class OnMesh:
         return find_pins(self.program.options.pins, self.program.capture.graph, self.program.clusters, self.mesh)
 
     @cached_property
-    def tables(self) -> Tables:
-        """The problem."""
-        capture, clusters = self.program.capture, self.program.clusters
-        labels = [(c, tuple(p.key for p in self.pins.get(i, ()))) for i, c in enumerate(clusters.class_of)]
+    def _class_of(self) -> list[int]:
+        """Class of every cluster; those that are pinned differently are not tied."""
+        labels = [(c, tuple(p.key for p in self.pins.get(i, ()))) for i, c in enumerate(self.program.clusters.class_of)]
         numbers = {label: k for k, label in enumerate(dict.fromkeys(labels))}
-        with self.program.clock.phase("build"):
-            return build_tables(
-                capture.graph,
-                clusters,
-                [numbers[label] for label in labels],
-                self.mesh,
-                self.costs,
-                state_bytes=self.state_bytes,
-                memory_limit_bytes=int(self.program.limit_bytes * (1 - ROW_MARGIN)),
-                precision=capture.precision,
-            )
+        return [numbers[label] for label in labels]
+
+    def tables_for(self, name: str) -> Tables:
+        """The problem of a strategy: where all that computes follows the batch over an axis, with those rows alone there."""
+        follows = tuple(rule.compute == "follows batch" for rule in strategy_named(name).rules(self.mesh))
+        if follows not in self._built:
+            with self.program.clock.phase("build"):
+                self._built[follows] = self._tables(self.program.clusters, self._class_of, self._following(follows))
+        return self._built[follows]
+
+    def _following(self, follows: Sequence[bool]) -> list[tuple[ClusterRow, ...] | None]:
+        batch = batch_length(self.program.capture.graph)
+        if batch is None:
+            return [None] * len(follows)
+        return [
+            rows_following_batch(self.program.clusters, batch[1], size) if follow and size > 1 else None
+            for follow, size in zip(follows, self.mesh.sizes, strict=True)
+        ]
+
+    def _tables(
+        self, clusters: ClusterGraph, class_of: Sequence[int], following: Sequence[tuple[ClusterRow, ...] | None] = ()
+    ) -> Tables:
+        capture = self.program.capture
+        return build_tables(
+            capture.graph,
+            clusters,
+            class_of,
+            self.mesh,
+            self.costs,
+            state_bytes=self.state_bytes,
+            memory_limit_bytes=int(self.program.limit_bytes * (1 - ROW_MARGIN)),
+            precision=capture.precision,
+            following=following,
+        )
+
+    def outline_s(self, name: str, beat_s: float) -> float:
+        """A better lower bound of a strategy's plans than :attr:`floor_s`, from the repeated block alone; infinite where nothing
+        fits. The search for a higher one stops at ``beat_s``.
+
+        Raises:
+            InputError: the strategy cannot be had of this batch.
+        """
+        if self._outline is None or self.program.options.pins:
+            return self.floor_s
+        with self.program.clock.phase("bound"):
+            whole = self._whole(name, self._outline)
+            bound = relaxed_bound_s(self._outline.problem, whole, self._outline.cache, _OUTLINED, beat_s)
+        return max(self.floor_s, bound)
+
+    @cached_property
+    def _outline(self) -> Tables | None:
+        part = self.program.repeated
+        if part is None:
+            return None
+        with self.program.clock.phase("bound"):
+            tables = self._tables(part, part.class_of)
+            return with_floor_of_the_rest(tables, self.program.clusters, self.program.floors)
 
     @property
     def state_bytes(self) -> int:
         """Optimizer state per parameter element."""
         return optimizer_bytes(self.program.options.optimizer)
 
-    @cached_property
-    def demands(self) -> list[tuple[str, Restriction]]:
-        """What the user demands beside the strategy, by name."""
+    def _parts(self, name: str, tables: Tables) -> list[tuple[str, Restriction]]:
+        """What is demanded, by name: the strategy, the pins, what the axes are for."""
+        parts, strategy = [], strategy_named(name)
+        if strategy.name != "auto":
+            parts.append((f"strategy {strategy.name!r}", restrict(tables, strategy.rules(self.mesh), strategy.name)))
         by_pattern: dict[str, dict[int, tuple[Pin, ...]]] = {}
         for cluster, pins in self.pins.items():
             for pin in pins:
                 by_pattern.setdefault(pin.pattern, {})[cluster] = (pin,)
-        demands = [(f"pin {pattern!r}", restrict_to_pins(self.tables, pins)) for pattern, pins in by_pattern.items()]
+        parts += [(f"pin {pattern!r}", restrict_to_pins(tables, pins)) for pattern, pins in by_pattern.items()]
         if self.where.rules:
-            demands.append((self.where.demand, restrict(self.tables, self.where.rules, self.where.demand)))
-        return demands
+            parts.append((self.where.demand, restrict(tables, self.where.rules, self.where.demand)))
+        return parts
 
-    def _parts(self, name: str) -> list[tuple[str, Restriction]]:
-        """All demands of a strategy's problem."""
-        strategy = strategy_named(name)
-        if strategy.name == "auto":
-            return self.demands
-        return [(f"strategy {strategy.name!r}", restrict(self.tables, strategy.rules(self.mesh), strategy.name)), *self.demands]
-
-    def _whole(self, name: str) -> Restriction:
+    def _whole(self, name: str, tables: Tables) -> Restriction:
         whole = Restriction()
-        for _, part in self._parts(name):
+        for _, part in self._parts(name, tables):
             whole = whole.merged(part)
         return whole
 
@@ -210,9 +262,9 @@ class OnMesh:
         Raises:
             InputError: the strategy cannot be had of this batch, or a pin does not suit.
         """
-        tables = self.tables
+        tables = self.tables_for(name)
         with self.program.clock.phase("solve"):
-            whole = self._whole(name)
+            whole = self._whole(name, tables)
             problem = tables.problem if limited else replace(tables.problem, memory_limit_bytes=None)
             solution = optimise_below(problem, whole, tables.cache, effort or self.program.options.effort, beat_s)
             if solution is None or isinstance(solution, Excluded):
@@ -220,15 +272,21 @@ class OnMesh:
             outcome = price(problem, whole, solution.chosen)
             objective = objective_s(problem, outcome, solution.chosen)
             notes = whole.notes + replicated_under(tables, whole, solution.chosen, name)
-            return Found(self, solution, outcome, objective, min(objective, solution.bound_s), notes)
+            return Found(self, tables, solution, outcome, objective, min(objective, solution.bound_s), notes)
 
     def freed(self, found: Found) -> Found:
         """A strategy's plan on this mesh as one of the free search: its paths may be better ones."""
-        whole, problem = self._whole("auto"), self.tables.problem
-        outcome = price(problem, whole, found.solution.chosen)
-        objective = objective_s(problem, outcome, found.solution.chosen)
-        return replace(found, outcome=outcome, objective_s=objective, bound_s=min(found.bound_s, objective), notes=whole.notes)
+        tables = self.tables_for("auto")
+        whole, problem = self._whole("auto", tables), tables.problem
+        of_signature = [{c.signature: k for k, c in enumerate(candidates)} for candidates in tables.candidates]
+        taken = [found.tables.candidates[g][k].signature for g, k in enumerate(found.solution.chosen)]
+        chosen = tuple(index[signature] for index, signature in zip(of_signature, taken, strict=True))
+        outcome = price(problem, whole, chosen)
+        objective = objective_s(problem, outcome, chosen)
+        solution, bound = replace(found.solution, chosen=chosen), min(found.bound_s, objective)
+        return Found(self, tables, solution, outcome, objective, bound, whole.notes)
 
     def why_infeasible(self, name: str) -> InfeasibleError:
         """The error for a strategy that has no plan here."""
-        return explain_infeasible(self.tables, self._parts(name), self.program.limit_bytes)
+        tables = self.tables_for(name)
+        return explain_infeasible(tables, self._parts(name, tables), self.program.limit_bytes)

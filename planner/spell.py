@@ -13,7 +13,7 @@ from meshwright.planner.on_mesh import Found, Program
 from meshwright.planner.solve.evaluate import Evaluation, evaluate, kernel_seconds, require_equal
 from meshwright.planner.solve.extract import collectives, extract
 from meshwright.planner.solve.memory import RESERVE
-from meshwright.planner.solve.strategies import batch_size
+from meshwright.planner.solve.strategies import batch_length
 
 
 def checked_plan(
@@ -49,7 +49,7 @@ def _spelled_out(
     tried: tuple[MeshTried, ...],
 ) -> Plan:
     graph, outcome, where, options = program.capture.graph, found.outcome, found.on.where, program.options
-    layout = extract(found.on.tables, found.solution.chosen, outcome)
+    layout = extract(found.tables, found.solution.chosen, outcome)
     gap = _gap(found.objective_s, bound_s)
     return Plan(
         graph_hash=graph.hash,
@@ -66,7 +66,7 @@ def _spelled_out(
         ops=layout.ops,
         outputs=layout.outputs,
         redistributions=layout.redistributions,
-        collectives=collectives(found.on.tables, outcome),
+        collectives=collectives(found.tables, outcome),
         predicted=Prediction(
             sum(outcome.compute_s),
             sum(outcome.exposed_s),
@@ -96,7 +96,7 @@ def _notes(program: Program, found: Found, gap: float) -> tuple[str, ...]:
         notes.append(
             f"the solver stopped after {options.effort.nodes} nodes, before a gap of {options.effort.gap:.1%}: {gap:.2%}"
         )
-    batch, devices = batch_size(found.on.tables), found.on.mesh.num_devices
+    batch, devices = batch_length(program.capture.graph), found.on.mesh.num_devices
     if batch is not None and batch[1] % devices:
         notes.append(f"the batch of {batch[1]} does not divide over all {devices} devices")
     return tuple(notes)

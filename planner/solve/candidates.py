@@ -60,18 +60,41 @@ class Candidate:
         return self.ins, self.outs, self.rest
 
 
-def expand(cluster: Cluster, sizes: tuple[int, ...]) -> tuple[Candidate, ...]:
+# What a row reads and makes.
+Edges = tuple[Placements, Placements]
+
+
+def expand(cluster: Cluster, sizes: tuple[int, ...], wanted: Sequence[frozenset[Edges] | None] = ()) -> tuple[Candidate, ...]:
     """All legal combinations of the cluster's rows; the one that replicates everything is among them.
 
     Args:
         cluster: the cluster.
         sizes: mesh axis sizes; over an axis of size 1 everything is ``R``.
+        wanted: per axis, the rows to keep by what they read and make, or None for all. Where they allow nothing, all are kept.
 
     Returns:
         Candidates in the order of their rows' product.
     """
     values, placed = _placed(cluster)
     per_axis = [_rows_on_axis(cluster, values, placed, n) for n in sizes]
+    if any(w is not None for w in wanted):
+        kept = [
+            rows if w is None else [r for r in rows if (cluster.rows[r].ins, cluster.rows[r].outs) in w]
+            for rows, w in zip(per_axis, wanted, strict=True)
+        ]
+        found = _combined(cluster, values, placed, kept, sizes)
+        if found:
+            return found
+    return _combined(cluster, values, placed, per_axis, sizes)
+
+
+def _combined(
+    cluster: Cluster,
+    values: list[Value],
+    placed: list[list[Placement]],
+    per_axis: list[list[int]],
+    sizes: tuple[int, ...],
+) -> tuple[Candidate, ...]:
     return tuple(
         Candidate.of(tuple(cluster.rows[r] for r in combo))
         for combo in itertools.product(*per_axis)

@@ -17,23 +17,32 @@ from meshwright.planner.solve.candidates import rows_on_axes
 
 
 class Floors:
-    """Least compute on meshes of one kind of device; keep one per program."""
+    """Least compute on meshes of one kind of device; keep one per program.
+
+    Attributes:
+        counts: class to how many clusters of the model it stands for.
+    """
 
     def __init__(self, clusters: ClusterGraph, device: Device):
         self._device = device
-        self._known: dict[tuple[int, ...], float] = {}
+        self._known: dict[tuple[int, tuple[int, ...]], float] = {}
         self._rows: dict[tuple[int, int], list[int]] = {}
-        counts: dict[int, int] = {}
-        for i, g in enumerate(clusters.class_of):
-            counts[g] = counts.get(g, 0) + clusters.weights[i]
-        first = {g: clusters.clusters[i] for i, g in reversed(list(enumerate(clusters.class_of)))}
-        self._classes: list[tuple[Cluster, int]] = [(first[g], n) for g, n in counts.items()]
+        first: dict[int, Cluster] = {}
+        self.counts: dict[int, int] = {}
+        for cluster, g, weight in zip(clusters.clusters, clusters.class_of, clusters.weights, strict=True):
+            first.setdefault(g, cluster)
+            self.counts[g] = self.counts.get(g, 0) + weight
+        self._first = first
 
     def compute_s(self, sizes: Sequence[int]) -> float:
         """Seconds of compute below which no plan on a mesh of these sizes can be."""
-        key = tuple(sorted(sizes))
+        return sum(self.class_s(g, sizes) for g in self.counts)
+
+    def class_s(self, g: int, sizes: Sequence[int]) -> float:
+        """Likewise of the clusters of one class, all of them together."""
+        key = (g, tuple(sorted(sizes)))
         if key not in self._known:
-            self._known[key] = sum(n * self._least(g, cluster, key) for g, (cluster, n) in enumerate(self._classes))
+            self._known[key] = self.counts[g] * self._least(g, self._first[g], key[1])
         return self._known[key]
 
     def _least(self, g: int, cluster: Cluster, sizes: tuple[int, ...]) -> float:

@@ -133,6 +133,23 @@ def optimise_below(
     return search.solution()
 
 
+def relaxed_bound_s(
+    problem: Problem, restriction: Restriction, cache: NetworkCache, effort: Effort, beat_s: float = np.inf
+) -> float:
+    """A lower bound of every plan's objective from relaxations alone; infinite where nothing is feasible.
+
+    The search for a higher one stops once it reaches ``beat_s``.
+    """
+    if any(not allowed.any() for allowed in restriction.allowed.values()):
+        return np.inf
+    search = _Search(problem, restriction, cache, effort, "time", beat_s)
+    if not search.scan(limited=False):
+        return np.inf
+    if not search.is_beaten() and search.chosen is None and search.limit_binds() and not search.scan(limited=True):
+        return np.inf
+    return search.excluded().bound_s
+
+
 def _settle_avoided(problem: Problem, restriction: Restriction, cache: NetworkCache, effort: Effort) -> Restriction | None:
     """The restriction with avoided candidates forbidden wherever the fewest of them does without."""
     fewest = optimise(problem, restriction, cache, replace(effort, gap=1e-6), objective="avoid")

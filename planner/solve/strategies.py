@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.planner.ir.errors import InputError
-from meshwright.planner.ir.graph import GraphInput
+from meshwright.planner.ir.graph import GraphInput, OpGraph
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.spec import Placements, R, S
 from meshwright.planner.solve.candidates import Candidate
@@ -152,9 +152,9 @@ def restrict(tables: Tables, rules: Sequence[AxisRule], name: str) -> Restrictio
     return Restriction(work.allowed, work.arcs, work.avoid, tuple(work.notes))
 
 
-def batch_size(tables: Tables) -> tuple[GraphInput, int] | None:
+def batch_length(graph: OpGraph) -> tuple[GraphInput, int] | None:
     """The first batch input with dims, and its length along dim 0."""
-    for source in tables.graph.inputs_of("input"):
+    for source in graph.inputs_of("input"):
         if source.value.shape:
             return source, source.value.shape[0]
     return None
@@ -178,7 +178,7 @@ class _Work:
 
     def batch(self) -> None:
         """Place dim 0 of the batch inputs."""
-        found = batch_size(self.tables)
+        found = batch_length(self.tables.graph)
         if found is None:
             return
         first, length = found
@@ -265,7 +265,7 @@ class _Work:
 
     def compute(self) -> None:
         """Let every cluster that computes take the row that follows the batch."""
-        found = batch_size(self.tables)
+        found = batch_length(self.tables.graph)
         for axis in self._axes("compute", "follows batch") if found is not None else ():
             assert found is not None
             rows = rows_following_batch(self.tables.clusters, found[1], self.tables.mesh.sizes[axis])

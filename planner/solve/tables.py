@@ -17,7 +17,7 @@ from meshwright.planner.ir.cluster import Cluster, ClusterGraph, ClusterRow
 from meshwright.planner.ir.graph import OpGraph, Value
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.spec import Placement, Placements, R
-from meshwright.planner.solve.candidates import Candidate, cheapest_of_equals, even, expand, piece_bytes, storable
+from meshwright.planner.solve.candidates import Candidate, Edges, cheapest_of_equals, even, expand, piece_bytes, storable
 from meshwright.planner.solve.memory import GATHERED_COPIES, MemoryModel
 from meshwright.planner.solve.network import Networks, PlacementNetwork
 from meshwright.planner.solve.precision import unreduced_values
@@ -99,6 +99,7 @@ def build_tables(
     state_bytes: int,
     memory_limit_bytes: int | None,
     precision: str | None = None,
+    following: Sequence[Sequence[ClusterRow] | None] = (),
 ) -> Tables:
     """Expand candidates, price them, and lay out the flows.
 
@@ -111,6 +112,7 @@ def build_tables(
         state_bytes: optimizer state per parameter element.
         memory_limit_bytes: limit per device, or None.
         precision: of the capture; see :mod:`meshwright.planner.solve.precision`.
+        following: per axis, the one row that every cluster that computes takes there, or None where it is free.
     """
     labels = {label: g for g, label in enumerate(dict.fromkeys(class_of))}
     dense = tuple(labels[label] for label in class_of)
@@ -121,7 +123,8 @@ def build_tables(
     choices, candidates = [], []
     for group in members:
         count = sum(clusters.weights[i] for i in group)
-        choice, kept = _choice([clusters.clusters[i] for i in group], count, mesh, costs, memory)
+        wanted = [None if rows is None else frozenset((rows[i].ins, rows[i].outs) for i in group) for rows in following]
+        choice, kept = _choice([clusters.clusters[i] for i in group], count, mesh, costs, memory, wanted)
         choices.append(choice)
         candidates.append(kept)
     layout = _Flows(graph, clusters, dense, candidates, Networks(costs, mesh.sizes), mesh, precision)
@@ -150,10 +153,15 @@ def build_tables(
 
 
 def _choice(
-    members: Sequence[Cluster], count: int, mesh: MeshShape, costs: Costs, memory: MemoryModel
+    members: Sequence[Cluster],
+    count: int,
+    mesh: MeshShape,
+    costs: Costs,
+    memory: MemoryModel,
+    wanted: Sequence[frozenset[Edges] | None],
 ) -> tuple[Choice, tuple[Candidate, ...]]:
     first = members[0]
-    expanded = expand(first, mesh.sizes)
+    expanded = expand(first, mesh.sizes, wanted if first.source is None else ())
     seconds = np.asarray(costs.cluster_costs(first, [c.rows for c in expanded]), dtype=float)
     kept = cheapest_of_equals(expanded, seconds)
     candidates = tuple(expanded[i] for i in kept)
@@ -208,6 +216,9 @@ class _Flows:
                 continue
             reader: Reader = ("free" if ends_free(output, loss) else "whole", 0, 0)
             if output.role == "gradient" and output.name in placeholder:
+                if placeholder[output.name] not in source_class:  # clusters are a part of the program, and this is outside
+                    self.results.append(None)
+                    continue
                 reader = ("grad", source_class[placeholder[output.name]], 0)
             self._read(output.value.name, phase_of_result(output), reader)
             self.results.append(reader)

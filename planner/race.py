@@ -1,0 +1,95 @@
+"""One strategy on several meshes: bounds first, then solving from the lowest bound on, until nothing better can be left.
+
+One axis is solved at once. Each other mesh only if its bounds leave room for a better plan: its compute alone (no tables), then
+its repeated block alone, then its relaxation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from meshwright.planner.ir.errors import InputError
+from meshwright.planner.ir.plan import MeshTried
+from meshwright.planner.on_mesh import Found, OnMesh
+from meshwright.planner.solve.optimise import Effort, Excluded
+
+_NOTHING_FITS = float("inf")
+
+
+@dataclass
+class Race:
+    """The best plan so far, and what became of each mesh.
+
+    Attributes:
+        name: of the strategy.
+        effort: of the solver.
+        best: the best plan so far.
+        tried: what became of each mesh, in the order looked at.
+        refused: the error of the first mesh that the batch or a pin does not suit.
+    """
+
+    name: str
+    effort: Effort
+    best: Found | None = None
+    tried: list[tuple[OnMesh, MeshTried]] = field(default_factory=list)
+    refused: InputError | None = None
+
+    def run(self, meshes: Sequence[OnMesh]) -> Race:
+        """Look at every mesh."""
+        at_once = [on for on in meshes if on.mesh.num_axes == 1 or len(meshes) == 1]
+        for on in at_once:
+            self._look_at(on, on.floor_s if self.best else 0.0)
+        others = [(self._bound_s(on), k, on) for k, on in enumerate(meshes) if on not in at_once]
+        for bound, _, on in sorted(others, key=lambda item: item[:2]):
+            self._look_at(on, bound)
+        return self
+
+    @property
+    def beat_s(self) -> float:
+        """What a plan must cost less than to be of interest."""
+        return float("inf") if self.best is None else self.best.objective_s * (1 - self.effort.gap)
+
+    def _bound_s(self, on: OnMesh) -> float:
+        """A lower bound on a mesh without its whole problem; infinite where nothing fits."""
+        if self.name != "auto" or on.floor_s >= self.beat_s:
+            return on.floor_s
+        return on.outline_s(self.name, self.beat_s)
+
+    def _look_at(self, on: OnMesh, bound_s: float) -> None:
+        """Solve on a mesh unless a bound settles it."""
+        if bound_s == _NOTHING_FITS:
+            self._say(on, "infeasible", reason="nothing fits")
+            return
+        if bound_s >= self.beat_s:
+            what = "compute alone takes" if bound_s <= on.floor_s else "its repeated blocks alone take"
+            self._say(on, "excluded", bound_s, reason=f"{what} that long")
+            return
+        try:
+            found = on.solve(self.name, effort=self.effort, beat_s=self.beat_s)
+        except InputError as e:
+            self.refused = self.refused or e
+            self._say(on, "impossible", reason=str(e))
+            return
+        self._take(on, found)
+
+    def _take(self, on: OnMesh, found: Found | Excluded | None) -> None:
+        if found is None:
+            self._say(on, "infeasible", reason="nothing fits")
+        elif isinstance(found, Excluded):
+            self._say(on, "excluded", found.bound_s, reason="its relaxation takes that long")
+        else:
+            self._say(on, "slower", found.bound_s, found.outcome.step_time_s)
+            if self.best is None or found.objective_s < self.best.objective_s:
+                self.best = found
+
+    def _say(self, on: OnMesh, verdict: str, bound_s: float | None = None, step_s: float | None = None, reason: str = "") -> None:
+        mesh, links = on.where.mesh, tuple(link.name for link in on.where.hardware.links)
+        self.tried.append((on, MeshTried(mesh.sizes, mesh.names, links, verdict, bound_s, step_s, reason)))
+
+    def bound_s(self) -> float:
+        """Lower bound of any plan on any of the meshes."""
+        return min(t.bound_s for _, t in self.tried if t.bound_s is not None)
+
+    def on_infeasible(self) -> list[OnMesh]:
+        return [on for on, t in self.tried if t.verdict == "infeasible"]
