@@ -89,6 +89,15 @@ def test_zero3_shards_every_parameter_and_gathers_it_in_both_phases(stack: Captu
     assert {r.phase for r in gathers} == {"forward", "backward"}
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_parameter_that_is_widened_to_the_batch_does_not_stop_the_batch(strategy: str):
+    """A vision transformer's class token becomes ``[B, 1, H]``: that is sharded along ``B`` however the token lies."""
+    program = capture(ZOO["vit"].model(), (), ZOO["vit"].batch())
+    plan = planned(program, 2, strategy=strategy)
+    attention = [op for op in program.graph.ops if "scaled_dot_product" in op.target]
+    assert attention and {plan.ops[op.name].outs[0] for op in attention} == {(S(0),)}
+
+
 def test_zero3_says_which_parameters_it_cannot_cut():
     program = capture(Stack(hidden=6), (), {"x": torch.zeros(8, 6)})
     plan = planned(program, 8, strategy="zero3")

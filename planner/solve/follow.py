@@ -29,12 +29,25 @@ def rows_following_batch(clusters: ClusterGraph, batch: int, size: int) -> tuple
     """
     made: dict[str, Placement] = {}
     chosen: list[ClusterRow] = []
-    parameters = {v.name for c in clusters.clusters if c.source is not None and c.source.role == "parameter" for v in c.outs}
+    parameters = {
+        v.name: whole_placements(c, k)
+        for c in clusters.clusters
+        if c.source is not None and c.source.role == "parameter"
+        for k, v in enumerate(c.outs)
+    }
     for cluster in clusters.clusters:
         row = _at_rest(cluster, batch, size) if cluster.source is not None else _cheapest(cluster, made, parameters, size)
         chosen.append(row)
         made.update((v.name, p) for v, p in zip(cluster.outs, row.outs, strict=True))
     return tuple(chosen)
+
+
+def whole_placements(cluster: Cluster, slot: int) -> frozenset[Placement]:
+    """Placements in which a placeholder's cluster makes its result ``slot`` from the whole placeholder, without communication.
+
+    ``R``; and where a view widens it, as ``[1, 1, H] -> [B, 1, H]`` does a class token, the widened dim sharded.
+    """
+    return frozenset({R, *(row.outs[slot] for row in cluster.rows if row.rest == R and not row.outs[slot].is_partial)})
 
 
 def _at_rest(cluster: Cluster, batch: int, size: int) -> ClusterRow:
@@ -47,19 +60,21 @@ def _at_rest(cluster: Cluster, batch: int, size: int) -> ClusterRow:
     return fits[0] if fits else cluster.rows[0]
 
 
-def _cheapest(cluster: Cluster, made: Mapping[str, Placement], parameters: set[str], size: int) -> ClusterRow:
+def _cheapest(
+    cluster: Cluster, made: Mapping[str, Placement], parameters: Mapping[str, frozenset[Placement]], size: int
+) -> ClusterRow:
     def moved(row: ClusterRow) -> float:
         if not (_is_even(cluster.ins, row.ins, size) and _is_even(cluster.outs, row.outs, size)):
             return float("inf")
-        return sum(_moved(v, made[v.name], p, v.name in parameters) for v, p in zip(cluster.ins, row.ins, strict=True))
+        return sum(_moved(v, made[v.name], p, parameters.get(v.name)) for v, p in zip(cluster.ins, row.ins, strict=True))
 
     return min(cluster.rows, key=moved)
 
 
-def _moved(value: Value, src: Placement, dst: Placement, parameter: bool) -> float:
+def _moved(value: Value, src: Placement, dst: Placement, allowed: frozenset[Placement] | None) -> float:
     if src == dst:
         return 0.0
-    if dst.is_partial or (parameter and dst != R):
+    if dst.is_partial or (allowed is not None and dst not in allowed):
         return float("inf")
     if src.is_replicate:
         return _SLICE * value.size_bytes

@@ -24,9 +24,9 @@ import numpy as np
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.graph import GraphInput, OpGraph
 from meshwright.planner.ir.mesh import MeshShape
-from meshwright.planner.ir.spec import Placements, R, S
+from meshwright.planner.ir.spec import Placement, Placements, R, S
 from meshwright.planner.solve.candidates import Candidate
-from meshwright.planner.solve.follow import rows_following_batch
+from meshwright.planner.solve.follow import rows_following_batch, whole_placements
 from meshwright.planner.solve.problem import Restriction
 from meshwright.planner.solve.tables import Tables
 
@@ -254,14 +254,20 @@ class _Work:
         for index, flow in enumerate(self.tables.problem.flows):
             if flow.supply not in parameters:
                 continue
-            network = self.tables.networks[index]
+            network, made = self.tables.networks[index], self._made_whole(index)
             for demand in flow.demands:
                 if demand.choice is not None and demand.choice not in parameters:
-                    self._keep(demand.choice, np.array([all(network.nodes[n][a] == R for a in whole) for n in demand.nodes]))
+                    self._keep(demand.choice, np.array([all(network.nodes[n][a] in made for a in whole) for n in demand.nodes]))
             if in_place:
                 self.arcs[index] = np.array(
                     [not (axis in in_place and kind in _GATHERS) for axis, kind, _ in network.arcs], dtype=bool
                 )
+
+    def _made_whole(self, index: int) -> frozenset[Placement]:
+        """Placements that the parameter of a flow is made in without being cut."""
+        cluster = self.tables.first(self.tables.problem.flows[index].supply)
+        slots = [k for k, v in enumerate(cluster.outs) if v.name in self.tables.values[index]]
+        return whole_placements(cluster, slots[0]) if slots else frozenset({R})
 
     def compute(self) -> None:
         """Let every cluster that computes take the row that follows the batch."""
