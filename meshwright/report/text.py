@@ -7,7 +7,6 @@ import math
 import shutil
 from collections.abc import Callable, Iterable
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +14,8 @@ from rich.text import Text
 from meshwright.planner.ir.plan import Alternative, Collective, OpInfo, Plan
 from meshwright.planner.ir.spec import format_placements, max_local_shape
 from meshwright.report.fold import fold
+from meshwright.report.meshes import meshes
+from meshwright.report.tables import make_table
 from meshwright.report.units import format_bytes, format_count, format_seconds
 
 MAIN_OPS = {
@@ -51,6 +52,7 @@ def print_report(plan: Plan, console: Console) -> None:
         _main_ops,
         _collectives,
         _alternatives,
+        meshes,
         _fallbacks,
         _notes,
     )
@@ -58,13 +60,6 @@ def print_report(plan: Plan, console: Console) -> None:
         shown = section(plan)
         if shown is not None:
             console.print(shown)
-
-
-def _table(title: str, *columns: str, right: Iterable[str] = ()) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right" if column in set(right) else "left", overflow="fold")
-    return table
 
 
 def _pairs(title: str, rows: Iterable[tuple[str, str]]) -> Group:
@@ -122,7 +117,7 @@ def _parameters(plan: Plan) -> RenderableType | None:
     kept = {n: i for n, i in plan.input_info.items() if i.role == "parameter" and n in plan.inputs}
     if not kept:
         return None
-    table = _table(
+    table = make_table(
         "Parameters at rest", "name", "count", "shape", "dtype", "placement", "bytes/device", right=("count", "bytes/device")
     )
     keys = ((i.name, (i.shape, i.dtype, plan.inputs[n], i.aliases)) for n, i in kept.items())
@@ -139,7 +134,7 @@ def _batch(plan: Plan) -> RenderableType | None:
     kept = {n: i for n, i in plan.input_info.items() if i.role == "input" and n in plan.inputs}
     if not kept:
         return None
-    table = _table("Batch inputs", "name", "shape", "dtype", "placement")
+    table = make_table("Batch inputs", "name", "shape", "dtype", "placement")
     for n, i in kept.items():
         table.add_row(i.name, _shape(i.shape), i.dtype, format_placements(plan.inputs[n]))
     return table
@@ -160,7 +155,7 @@ def _main_ops(plan: Plan) -> RenderableType | None:
             items.append((info.module_path or name, (kind, info.target, info.shape, str(plan.ops[name]))))
     if not items:
         return None
-    table = _table("Main ops, forward", "module", "count", "op", "result", "reads -> makes", right=("count",))
+    table = make_table("Main ops, forward", "module", "count", "op", "result", "reads -> makes", right=("count",))
     for group in fold(items):
         kind, _, shape, spec = group.key
         table.add_row(group.name, str(len(group.members)), kind, _shape(shape), spec.replace("->", " -> ").replace(",", ", "))
@@ -174,7 +169,7 @@ def _collectives(plan: Plan) -> RenderableType | None:
     for c in plan.collectives:
         grouped.setdefault((c.kind, c.axis, c.hidden), []).append(c)
     right = ("count", "bytes", "time")
-    table = _table("Collectives per step and device", "kind", "axis", "can hide", *right, right=right)
+    table = make_table("Collectives per step and device", "kind", "axis", "can hide", *right, right=right)
     for (kind, axis, hidden), members in sorted(grouped.items()):
         table.add_row(
             kind,
@@ -191,10 +186,11 @@ def _alternatives(plan: Plan) -> RenderableType | None:
     if not plan.alternatives:
         return None
     right = ("step", "slower by", "memory/device")
-    table = _table("Named strategies beside it", "strategy", *right, "verdict", right=right)
+    table = make_table("Named strategies beside it", "strategy", "mesh", *right, "verdict", right=right)
     p = plan.predicted
     table.add_row(
         f"{plan.strategy} (this plan)",
+        str(plan.mesh),
         format_seconds(p.step_time_s),
         "",
         format_bytes(p.peak_memory_bytes),
@@ -205,6 +201,7 @@ def _alternatives(plan: Plan) -> RenderableType | None:
         slower = "" if other.step_time_s is None else f"{other.step_time_s / p.step_time_s - 1:+.1%}" if p.step_time_s else ""
         table.add_row(
             other.strategy,
+            "x".join(map(str, other.mesh)) or "-",
             "-" if other.step_time_s is None else format_seconds(other.step_time_s),
             slower,
             "-" if other.peak_memory_bytes is None else format_bytes(other.peak_memory_bytes),
@@ -226,7 +223,7 @@ def _fallbacks(plan: Plan) -> RenderableType | None:
     if not plan.fallbacks:
         return None
     right = ("count", "time/step", "bytes")
-    table = _table("Ops without a rule: they run replicated", "op", *right, right=right)
+    table = make_table("Ops without a rule: they run replicated", "op", *right, right=right)
     for f in plan.fallbacks:
         table.add_row(f.target, format_count(f.count), format_seconds(f.time_s), format_bytes(f.bytes))
     return table
