@@ -28,8 +28,13 @@ def compile_program(program: LocalProgram, capture: Capture) -> tuple[Runner, Ru
         program: on its device.
         capture: whose fake mode the graphs' ``meta["val"]`` belong to.
     """
-    forward = _compile(program.forward, capture.fake_mode)
-    return forward, None if program.backward is None else _compile(program.backward, capture.fake_mode)
+    forward = compile_module(program.forward, capture)
+    return forward, None if program.backward is None else compile_module(program.backward, capture)
+
+
+def compile_module(module: fx.GraphModule, capture: Capture) -> Runner:
+    """Compile one graph of a program; it is left as it is."""
+    return _compile(module, capture.fake_mode)
 
 
 def _compile(module: fx.GraphModule, fake_mode: Any) -> Runner:

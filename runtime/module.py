@@ -19,6 +19,7 @@ from meshwright.runtime.inputs import describe_call
 from meshwright.runtime.library import Demand, ProgramLibrary
 from meshwright.runtime.mesh import broadcast_object, check_mesh, device_of, logical_mesh, mesh_shape
 from meshwright.runtime.params import fill_tree, place_state, resting_placements
+from meshwright.runtime.pipeline import PipelineModule, build_pipeline
 from meshwright.runtime.programs import BoundProgram, Replan, check_plan
 from meshwright.runtime.random import SeedSequence, initial_seed
 from meshwright.runtime.state import Tree, full_state_dict, load_state
@@ -184,7 +185,7 @@ def build(
     outputs: str | None = None,
     compile: bool = False,
     replan: Replan | None = None,
-) -> ParallelModule:
+) -> ParallelModule | PipelineModule:
     """Place a model on a mesh as a plan says. Collective: every rank of the mesh calls it with equal arguments.
 
     Args:
@@ -204,6 +205,8 @@ def build(
     """
     _check_option("batch", batch, ("global", "local"))
     _check_option("outputs", outputs or "auto", ("auto", "full"))
+    if plan.pipeline is not None:
+        return build_pipeline(model, capture, plan, device_mesh, batch=batch, compile=compile)
     check_mesh(device_mesh)
     shape = mesh_shape(device_mesh)
     facts = {

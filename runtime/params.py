@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +69,14 @@ def resting_placements(graph: OpGraph, plan: Plan) -> dict[str, Placements]:
     }
 
 
-def place_state(model: nn.Module, rests: Mapping[str, Placements], mesh: DeviceMesh) -> PlacedState:
+def place_state(
+    model: nn.Module,
+    rests: Mapping[str, Placements],
+    mesh: DeviceMesh,
+    *,
+    held: Container[str] | None = None,
+    everyone: DeviceMesh | None = None,
+) -> PlacedState:
     """Each rank's pieces of a model's parameters, and whole buffers.
 
     Real values are equal on all ranks afterwards: where any rank's differ from the first rank's, the first rank's win.
@@ -79,23 +86,27 @@ def place_state(model: nn.Module, rests: Mapping[str, Placements], mesh: DeviceM
         model: on a real device, or on the meta device.
         rests: placements by FQN; a parameter that is not listed is replicated.
         mesh: where to.
+        held: FQNs of the parameters that this rank holds; None: all.
+        everyone: the mesh over which values must agree; None: ``mesh``.
 
     Raises:
         InputError: a placement that DTensor cannot represent, or the first rank alone has no values.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    uniform = _Agreed(mesh, {**named, **buffers})
+    uniform = _Agreed(everyone or mesh, {**named, **buffers})
+    mine = {id(p) for name, p in named.items() if held is None or name in held}
     made: dict[int, nn.Parameter] = {}
-    for name, p in named.items():
-        if id(p) not in made:
-            placements = rests.get(name, (R,) * mesh.ndim)
-            made[id(p)] = _place_parameter(name, p, uniform.values(name, p), placements, mesh)
-    held = {id(b): _place_buffer(uniform.values(name, b), mesh) for name, b in buffers.items()}
+    for name, p in {id(p): (name, p) for name, p in reversed(named.items())}.values():
+        values = uniform.values(name, p)
+        if id(p) in mine:
+            made[id(p)] = _place_parameter(name, p, values, rests.get(name, (R,) * mesh.ndim), mesh)
+    copies = {id(b): _place_buffer(uniform.values(name, b), mesh) for name, b in buffers.items()}
+    placed = {name: p for name, p in named.items() if id(p) in mine}
     return PlacedState(
-        parameters={name: made[id(p)] for name, p in named.items()},
-        buffers={name: held[id(b)] for name, b in buffers.items()},
-        unloaded=frozenset(name for name, t in {**named, **buffers}.items() if t.is_meta and name not in uniform.differing),
+        parameters={name: made[id(p)] for name, p in placed.items()},
+        buffers={name: copies[id(b)] for name, b in buffers.items()},
+        unloaded=frozenset(name for name, t in {**placed, **buffers}.items() if t.is_meta and name not in uniform.differing),
     )
 
 
@@ -157,7 +168,8 @@ def _place_buffer(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 def fill_tree(root: nn.Module, model: nn.Module, state: PlacedState) -> None:
     """Give ``root`` the modules, parameters and buffers of ``model`` under the same names.
 
-    A module that occurs under several names stays one module; training modes and persistence of buffers are kept.
+    A module that occurs under several names stays one module; training modes and persistence of buffers are kept. A
+    parameter that this rank does not hold is None.
     """
     parts: dict[int, nn.Module] = {id(model): root}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -168,7 +180,7 @@ def fill_tree(root: nn.Module, model: nn.Module, state: PlacedState) -> None:
             root.get_submodule(parent)._modules[leaf] = part
         prefix = f"{path}." if path else ""
         for name, p in module._parameters.items():
-            part._parameters[name] = None if p is None else state.parameters[prefix + name]
+            part._parameters[name] = None if p is None else state.parameters.get(prefix + name)
         for name, b in module._buffers.items():
             part._buffers[name] = None if b is None else state.buffers[prefix + name]
         part._non_persistent_buffers_set |= module._non_persistent_buffers_set

@@ -49,7 +49,7 @@ class Request:
     pins: Mapping[str, Placements]
 
 
-_LOWERING = threading.Lock()
+LOWERING = threading.Lock()
 """Ranks that are threads of one process share a capture's fake mode, which takes one thread at a time."""
 
 Replan = Callable[[Request], tuple[Capture, Plan]]
@@ -148,7 +148,7 @@ def bind_program(
         InputError: the plan is for another program or another mesh.
     """
     check_plan(capture, plan, mesh_shape(mesh))
-    with _LOWERING:
+    with LOWERING:
         local = lower(capture, plan, coordinate_of(mesh), group_names(mesh), device=device_of(mesh))
     local = use_device_kernels(local, device_of(mesh))
     if compile:
@@ -174,7 +174,7 @@ def bind_program(
         call=call,
         inputs={path: given.value.name for path, given in placeholders.items()},
         outputs=_outputs(capture, plan, local, mesh),
-        constants=_constants(capture, mesh),
+        constants=constants_of(capture, mesh),
         trainable=frozenset(name for i in capture.graph.inputs_of("parameter") if i.trainable for name in (i.name, *i.aliases)),
         forward=forward,
         backward=backward,
@@ -211,7 +211,8 @@ def _call_shape(shape: tuple[int, ...], placements: Placements, mesh: DeviceMesh
     return even_local_shape(shape, placements, mesh_shape(mesh).sizes) if batch == "local" else shape
 
 
-def _constants(capture: Capture, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+def constants_of(capture: Capture, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """The capture's constants on this rank's device, by value name."""
     return {
         i.value.name: capture.constants[i.name].detach().to(device_of(mesh)).contiguous()
         for i in capture.graph.inputs_of("constant")

@@ -133,7 +133,7 @@ def load_state(module: nn.Module, given: Mapping[str, Any], strict: bool) -> Inc
     if strict and (missing or unexpected):
         raise InputError(
             "the checkpoint does not match the model: "
-            + "; ".join(f"{what} {_some(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names)
+            + "; ".join(f"{what} {some(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names)
             + "; pass strict=False to load what matches"
         )
     for name in own:
@@ -149,7 +149,8 @@ def load_state(module: nn.Module, given: Mapping[str, Any], strict: bool) -> Inc
     return IncompatibleKeys(missing, unexpected)
 
 
-def _some(names: list[str], limit: int = 5) -> str:
+def some(names: list[str], limit: int = 5) -> str:
+    """The first few names, for a message."""
     return ", ".join(map(repr, names[:limit])) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 

@@ -47,3 +47,19 @@ class VerifyError(MeshwrightError):
 
 class RuntimeMismatchError(MeshwrightError, RuntimeError):
     """Ranks disagree, or what runs is not what was planned; names the rank and the difference."""
+
+
+class StepError(MeshwrightError, RuntimeError):
+    """A training step over pipeline stages could not be finished; names who failed and what every rank was doing.
+
+    The process group is destroyed, so that no rank waits for ever: the job must end and continue from a checkpoint.
+
+    Attributes:
+        rank: the global rank that failed, or None where that is not known.
+        action: what it was doing: ``"computing F3 of stage 1"``, or ``""``.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, action: str = ""):
+        super().__init__(message)
+        self.rank = rank
+        self.action = action

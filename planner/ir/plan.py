@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshwright.planner.ir.errors import PlanFormatError
 from meshwright.planner.ir.mesh import MeshShape
+from meshwright.planner.ir.pipeline import Pipeline
 from meshwright.planner.ir.spec import Placements, format_placements, parse_placements
 
 if TYPE_CHECKING:
@@ -236,6 +237,8 @@ class Plan:
         kernel_s: predicted seconds of each kernel, by the name of its last op; what collectives are placed by.
         input_info: what each placeholder is, by value name; for reports only.
         op_info: what each op is, by name; for reports only.
+        pipeline: stages, schedule and micro-batches; None: every rank runs the whole program. With stages, ``mesh`` is the
+            mesh inside each of them.
     """
 
     graph_hash: str
@@ -266,6 +269,7 @@ class Plan:
     kernel_s: Mapping[str, float] = field(default_factory=dict)
     input_info: Mapping[str, InputInfo] = field(default_factory=dict)
     op_info: Mapping[str, OpInfo] = field(default_factory=dict)
+    pipeline: Pipeline | None = None
     schema_version: int = SCHEMA_VERSION
 
     @cached_property
@@ -276,6 +280,8 @@ class Plan:
             k: data[k]
             for k in ("schema_version", "graph_hash", "mesh", "precision", "inputs", "ops", "outputs", "redistributions")
         }
+        if self.pipeline is not None:
+            does["pipeline"] = data["pipeline"]
         return hashlib.sha256(json.dumps(does, sort_keys=True).encode()).hexdigest()
 
     @cached_property
@@ -315,6 +321,7 @@ class Plan:
             "kernel_s": dict(self.kernel_s),
             "input_info": {k: asdict(v) for k, v in self.input_info.items()},
             "op_info": {k: asdict(v) for k, v in self.op_info.items()},
+            "pipeline": None if self.pipeline is None else self.pipeline.to_json_dict(),
         }
 
     def to_json(self) -> str:
@@ -355,8 +362,14 @@ class Plan:
                     "alternatives": tuple(_record(Alternative, a) for a in data["alternatives"]),
                     "meshes": tuple(_record(MeshTried, m) for m in data.get("meshes", ())),
                     "notes": tuple(data["notes"]),
+<<<<<<< HEAD
                     "input_info": {k: _record(InputInfo, v) for k, v in data.get("input_info", {}).items()},
                     "op_info": {k: _record(OpInfo, v) for k, v in data.get("op_info", {}).items()},
+=======
+                    "input_info": {k: _info(InputInfo, v) for k, v in data.get("input_info", {}).items()},
+                    "op_info": {k: _info(OpInfo, v) for k, v in data.get("op_info", {}).items()},
+                    "pipeline": Pipeline.from_json_dict(data["pipeline"]) if data.get("pipeline") else None,
+>>>>>>> a455d1f (Cut a program into pipeline stages and micro-batches, and run them by torch's schedules)
                 }
             )
         except PlanFormatError:

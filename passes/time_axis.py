@@ -1,0 +1,92 @@
+"""Put the axis of micro-batches before the axes of a plan's mesh.
+
+```
+plan on 2 (dp), 4 micro-batches:   x S(0);  grad P -> R;        one axis more:   x S(0)S(0);  grad PP -> RP -> RR
+```
+
+The rewrite then treats micro-batches as it treats ranks. Where a value changes over both kinds of axes, the sum over
+micro-batches comes first: what is reduced whole is reduced once per step. What is scattered is scattered for every
+micro-batch and summed in pieces: the whole sum would be the memory that scattering saves.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from meshwright.planner.ir.errors import VerifyError
+from meshwright.planner.ir.graph import GraphOutput, OpGraph
+from meshwright.planner.ir.mesh import MeshShape
+from meshwright.planner.ir.pipeline import Pipeline
+from meshwright.planner.ir.plan import OpSpec, Plan, Redistribution
+from meshwright.planner.ir.redistribute import legal_step, step_axis, step_kind
+from meshwright.planner.ir.spec import Placement, Placements, R
+from meshwright.planner.ir.verify import made_placements, needs, path_of
+
+TIME = "time"
+"""Name of the axis of micro-batches."""
+
+
+def with_time_axis(plan: Plan, graph: OpGraph) -> Plan:
+    """``plan`` on a mesh whose first axis is its micro-batches, without stages; for more than one micro-batch.
+
+    Raises:
+        VerifyError: the plan has no pipeline.
+    """
+    pipeline = plan.pipeline
+    if pipeline is None:
+        raise VerifyError("the plan has no pipeline, so it has no micro-batches")
+    full = replace(
+        plan,
+        mesh=MeshShape((pipeline.micro_batches, *plan.mesh.sizes), (TIME, *plan.mesh.names)),
+        links=("none", *plan.links),
+        inputs={name: (pipeline.inputs.get(name, R), *placements) for name, placements in plan.inputs.items()},
+        ops={name: _joined(pipeline, name, spec) for name, spec in plan.ops.items()},
+        outputs=(),
+        redistributions=(),
+        collectives=(),
+        pipeline=None,
+    )
+    made = made_placements(full, graph)
+    outputs = tuple(
+        None if p is None or result.value is None else (_final(result, made[result.value.name][0]), *p)
+        for result, p in zip(graph.outputs, plan.outputs, strict=True)
+    )
+    full = replace(full, outputs=outputs)
+    return replace(full, redistributions=_paths(plan, full, graph))
+
+
+def _joined(pipeline: Pipeline, name: str, spec: OpSpec) -> OpSpec:
+    listed = pipeline.ops.get(name)
+    if listed is None:
+        return OpSpec(tuple((R, *p) for p in spec.ins), tuple(None if p is None else (R, *p) for p in spec.outs))
+    ins = tuple((*t, *p) for t, p in zip(listed.ins, spec.ins, strict=True))
+    outs = tuple(None if p is None or t is None else (*t, *p) for t, p in zip(listed.outs, spec.outs, strict=True))
+    return OpSpec(ins, outs)
+
+
+def _final(result: GraphOutput, made: Placement) -> Placement:
+    """An output that is cut stays cut; everything else is complete."""
+    return made if result.role == "output" and made.is_shard else R
+
+
+def _paths(plan: Plan, full: Plan, graph: OpGraph) -> tuple[Redistribution, ...]:
+    """The plan's paths with the change over time before or behind them."""
+    made, found = made_placements(full, graph), {}
+    for value, phase, wanted, _ in needs(full, graph):
+        src = made[value.name]
+        if src[1:] == wanted[1:]:
+            continue
+        inside = path_of(plan, value, phase, src[1:], wanted[1:])
+        path = _path(src[0], wanted[0], inside)
+        if all(legal_step(a, step_axis(a, b), b[step_axis(a, b)]) for a, b in itertools.pairwise(path)):
+            found[value.name, phase, wanted] = Redistribution(value.name, phase, path)
+    return tuple(found.values())
+
+
+def _path(src: Placement, dst: Placement, inside: tuple[Placements, ...]) -> tuple[Placements, ...]:
+    scatters = any(step_kind(a[step_axis(a, b)], b[step_axis(a, b)]) == "reduce_scatter" for a, b in itertools.pairwise(inside))
+    here = [(src if scatters else dst, *p) for p in inside]
+    if src == dst:
+        return tuple(here)
+    return (*here, (dst, *inside[-1])) if scatters else ((src, *inside[0]), *here)

@@ -1,0 +1,172 @@
+"""One stage of one rank: runs its programs for one micro-batch after the other and adds up what they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.passes.lower_stages import StageProgram
+from meshwright.passes.weights_apart import split_backward
+from meshwright.planner.ir.graph import Capture
+from meshwright.runtime.compile import compile_module, compile_program
+from meshwright.runtime.device import use_device_kernels
+from meshwright.runtime.inplace import reduce_in_place
+
+Runner = Callable[..., Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class BoundStage:
+    """A stage's program made callable.
+
+    Attributes:
+        program: the stage.
+        forward: as ``program.local.forward``.
+        backward: as ``program.local.backward``; where the schedule splits it, the first half: gradients to send, then what
+            ``later`` takes.
+        later: the second half, or None.
+    """
+
+    program: StageProgram
+    forward: Runner
+    backward: Runner | None
+    later: Runner | None
+
+
+def bind_stage(program: StageProgram, capture: Capture, device: torch.device, *, splits: bool, compile: bool) -> BoundStage:
+    """Make a stage callable on ``device``.
+
+    Args:
+        program: the stage; rewritten in place for the device.
+        capture: what it was lowered from.
+        device: where it runs.
+        splits: whether the backward runs in two halves.
+        compile: whether graphs go through Inductor.
+    """
+    local = use_device_kernels(program.local, device)
+    if not compile:
+        local = reduce_in_place(local)
+    if local.backward is None or not splits:
+        if compile:
+            forward, backward = compile_program(local, capture)
+            return BoundStage(program, forward, backward, None)
+        return BoundStage(program, local.forward.forward, None if local.backward is None else local.backward.forward, None)
+    count = len(local.gradients)
+    halves = split_backward(local.backward, range(count - len(program.upstream), count))
+    graphs = (local.forward, halves.first, halves.later)
+    made = [compile_module(g, capture) if compile else g.forward for g in graphs]
+    return BoundStage(program, made[0], made[1], made[2])
+
+
+class StageRun:
+    """A stage during steps.
+
+    Attributes:
+        program: the stage as the first micro-batch runs it.
+        sums: results added up over micro-batches, by name; the last stage's outputs and gradients.
+        mutations: new values of buffers.
+    """
+
+    def __init__(self, bound: Sequence[BoundStage]):
+        self._bound = tuple(bound)
+        self.program = bound[0].program
+        self.sums: dict[str, torch.Tensor] = {}
+        self.mutations: dict[str, torch.Tensor] = {}
+        self._own: set[str] = set()
+        self._given: Sequence[Mapping[str, torch.Tensor]] = ()
+        self._tangents: Mapping[str, torch.Tensor] = {}
+        self._kept: dict[int, list[torch.Tensor]] = {}
+        self._later: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def begin(self, given: Sequence[Mapping[str, torch.Tensor]], tangents: Mapping[str, torch.Tensor]) -> None:
+        """Start a step.
+
+        Args:
+            given: per micro-batch, the forward's inputs by value name, but for what is received.
+            tangents: of the model's outputs.
+        """
+        self._given, self._tangents = given, tangents
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop everything of a step."""
+        self.sums, self.mutations, self._own = {}, {}, set()
+        self._kept.clear()
+        self._later.clear()
+
+    def _at(self, i: int) -> BoundStage:
+        return self._bound[i if len(self._bound) > 1 else 0]
+
+    def forward(self, i: int, received: Sequence[torch.Tensor], *, keep: bool) -> tuple[torch.Tensor, ...]:
+        """Micro-batch ``i`` forth; what the next stage gets. ``keep``: whether its backward will follow."""
+        bound = self._at(i)
+        local = bound.program.local
+        given = {**self._given[i], **{s.name: t for s, t in zip(bound.program.receives, received, strict=True)}}
+        with torch.no_grad():
+            made = list(bound.forward(*[given[name] for name in local.inputs]))
+        self.mutations.update(zip(local.mutations, made, strict=False))
+        at = len(local.mutations)
+        for name in bound.program.outputs:
+            self._add(name, made[at])
+            at += 1
+        sends = made[at : at + len(bound.program.sends)]
+        if keep and local.backward is not None:
+            self._kept[i] = [*made[len(made) - len(local.saved) :], *(given[name] for name in local.saved_inputs)]
+        return tuple(t.contiguous() for t in sends)
+
+    def backward(self, i: int, given: Sequence[torch.Tensor], *, whole: bool) -> tuple[torch.Tensor, ...]:
+        """Micro-batch ``i`` back; what the stage before gets. Unless ``whole``, :meth:`weights` must follow."""
+        bound = self._at(i)
+        program, run = bound.program, bound.backward
+        assert run is not None
+        there = {**self._tangents, **{s.name: t for s, t in zip(program.downstream, given, strict=True)}}
+        kept = self._kept.pop(i)
+        with torch.no_grad():
+            made = tuple(run(*kept, *(there[name] for name in program.local.tangents)))
+        del kept
+        count = len(program.upstream)
+        if bound.later is None:
+            self._add_gradients(program, made[: len(made) - count])
+            return tuple(t.contiguous() for t in made[len(made) - count :])
+        self._later[i] = made[count:]
+        if whole:
+            self.weights(i)
+        return tuple(t.contiguous() for t in made[:count])
+
+    def weights(self, i: int) -> None:
+        """The gradients of parameters for micro-batch ``i``."""
+        bound = self._at(i)
+        if bound.later is None:
+            return
+        with torch.no_grad():
+            self._add_gradients(bound.program, tuple(bound.later(*self._later.pop(i))))
+
+    def _add_gradients(self, program: StageProgram, made: Sequence[torch.Tensor]) -> None:
+        for name, grad in zip(program.local.gradients, made, strict=False):
+            self._add(name, grad)
+
+    def _add(self, name: str, value: torch.Tensor) -> None:
+        """The first value is kept as it is: it may share memory with what is still being sent. The sum is this object's own."""
+        if name not in self.sums:
+            self.sums[name] = value
+        elif name not in self._own:
+            self.sums[name] = self.sums[name] + value
+            self._own.add(name)
+        else:
+            self.sums[name].add_(value)
+
+    def finish(
+        self, known: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor], *, training: bool
+    ) -> dict[str, torch.Tensor]:
+        """The step's results by name: sums, or what follows from them; without gradients unless ``training``."""
+        found = {name: t for name, t in self.sums.items() if not name.startswith("sum:")}
+        for finish in self.program.finishes:
+            if finish.role == "gradient" and not training:
+                continue
+            given = {"sum": self.sums, "known": known, "input": inputs}
+            with torch.no_grad():
+                made = finish.program(*[given[role][name] for role, name in finish.inputs])
+            found.update(zip(finish.results, made, strict=True))
+        return found
