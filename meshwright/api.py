@@ -21,6 +21,7 @@ from meshwright.planner.ir.mesh import Cluster, MeshShape
 from meshwright.planner.ir.plan import Plan
 from meshwright.planning import Request, capture_call, model_name, one_of, plan_capture
 from meshwright.runtime.module import ParallelModule
+from meshwright.runtime.pipeline import PipelineModule
 from meshwright.target import target_of
 
 BATCHES = ("global", "local")
@@ -43,6 +44,9 @@ def plan(
     logical_mesh: str | tuple[int, ...] | None = None,
     respect_axis_names: bool = False,
     alternatives: bool = True,
+    micro_batches: int | None = None,
+    schedule: str | None = None,
+    stages_per_rank: int | None = None,
     fold_capture: bool = True,
     training: bool | None = None,
     progress: Progress | None = None,
@@ -54,7 +58,8 @@ def plan(
         mesh_or_cluster: torch's ``DeviceMesh``, a :class:`MeshShape`, a :class:`Cluster`, or text as ``"8x8xH100"``.
         example_inputs: a tuple (positional), a dict (keywords), one tensor, or a callable giving either; real, fake or meta
             tensors with the shapes of the *global* batch.
-        strategy: ``"auto"``, or ``"ddp"``, ``"zero3"`` (``"fsdp"``), ``"tp"``: the same search with less choice.
+        strategy: ``"auto"``, or ``"ddp"``, ``"zero3"`` (``"fsdp"``), ``"tp"``: the same search with less choice;
+            ``"pipeline"`` or ``"model_parallel"`` (one micro-batch): in stages over all devices, unless ``degrees`` says how many.
         memory_limit: bytes per device, or text as ``"60GiB"``. Default: the device's memory less a reserve that the plan names.
         optimizer: whose state is counted.
         precision: None (as the model is), or ``"bf16-mixed"``: bf16 compute, fp32 parameters and gradient reduction.
@@ -62,11 +67,17 @@ def plan(
         pins: what you fix: name pattern of a parameter, an input or an op to placements, ``{"*.mlp.up.weight": "RS(0)"}``.
         on_missing_rule: for an op without a sharding rule: ``"replicate"`` it and say so, or ``"error"``.
         degrees: how many devices for what: ``{"dp": 8, "tp": 8}`` for data, ``cp`` for sequence and ``tp`` for tensor parallelism.
-            What is left out is searched: ``{"tp": 8}`` alone leaves the other devices to ``dp`` and ``cp``.
+            What is left out is searched: ``{"tp": 8}`` alone leaves the other devices to ``dp`` and ``cp``. ``pp`` is the number of
+            pipeline ranks; a mesh axis named ``pp`` says the same.
         logical_mesh: how devices are arranged in axes: ``"search"``, ``"given"`` (the mesh as it is) or sizes as ``(8, 8)``. Default:
             searched for a cluster and a ``DeviceMesh``; given for a :class:`MeshShape`, and where there are pins.
         respect_axis_names: keep the mesh as it is, and use axes named ``dp``, ``fsdp``, ``cp``, ``tp`` only for what they say.
         alternatives: whether to solve the named strategies too and show them beside the plan.
+        micro_batches: into how many pieces the batch is cut, one after the other. Loss and gradients stay those of the whole batch;
+            a model for which that is impossible is refused. Default: chosen for stages, else one.
+        schedule: order of forward and backward passes of pipeline stages: ``"naive"``, ``"gpipe"``, ``"1f1b"``,
+            ``"interleaved_1f1b"``, ``"zero_bubble"`` or ``"zbv"``. Default: ``"1f1b"``, or ``"gpipe"`` with few micro-batches.
+        stages_per_rank: pipeline stages per rank. Default: as few as the schedule allows, 2 where it is made for several.
         fold_capture: whether few of the repeated blocks are traced and the others copied, so that depth costs nothing.
         training: whether to plan a backward. Default: whether the model is in training mode and has something to train.
         progress: called with the name of each phase as it begins.
@@ -89,6 +100,9 @@ def plan(
         degrees,
         logical_mesh,
         alternatives,
+        micro_batches,
+        schedule,
+        stages_per_rank,
     )
     target = target_of(mesh_or_cluster, hardware)
     with collector.paused():
@@ -119,12 +133,16 @@ def autoparallelize(
     logical_mesh: str | tuple[int, ...] | None = None,
     respect_axis_names: bool = False,
     alternatives: bool = True,
+    micro_batches: int | None = None,
+    schedule: str | None = None,
+    stages_per_rank: int | None = None,
     fold_capture: bool = True,
-) -> ParallelModule:
+) -> ParallelModule | PipelineModule:
     """Make the module that trains across ``mesh``. Call it on every rank, with the same arguments.
 
     The result has the original parameter names and works with any ``torch.optim`` optimizer, ``loss.backward()``,
-    ``clip_grad_norm_`` and ``state_dict``. The first rank plans and gives the plan to the others.
+    ``clip_grad_norm_`` and ``state_dict``. The first rank plans and gives the plan to the others. A plan with pipeline stages gives a
+    module that is trained with ``loss = pm.step(batch)``, which works for every plan.
 
     Args:
         model: the module; every rank passes the same weights.
@@ -136,7 +154,7 @@ def autoparallelize(
         batch: ``"global"``: every rank passes the whole batch; ``"local"``: its own piece, as ``plan.inputs`` says.
         outputs: ``"auto"``: a loss comes as a plain tensor and what is beside it as DTensors; ``"full"``: all plain and whole.
         strategy, precision, hardware, memory_limit, optimizer, pins, on_missing_rule, degrees, logical_mesh,
-            respect_axis_names, alternatives, fold_capture: as for :func:`plan`.
+            respect_axis_names, alternatives, micro_batches, schedule, stages_per_rank, fold_capture: as for :func:`plan`.
 
     Raises:
         InputError: an argument that cannot be used; the process group is not initialised; the mesh is larger than the
@@ -162,11 +180,16 @@ def autoparallelize(
         degrees,
         logical_mesh,
         alternatives,
+        micro_batches,
+        schedule,
+        stages_per_rank,
     )
     target = replace(target_of(device_mesh, hardware), searched=isinstance(mesh, DeviceMesh))
     maker = Maker(device_mesh, target, request, plan, batch, outputs, compile)
     if example_inputs is not None:
         return maker.make(model, call_of(example_inputs))
+    if (plan is not None and plan.pipeline is not None) or (plan is None and request.in_stages(target) is not None):
+        raise InputError("pipeline stages need example_inputs: which rank holds which parameter is known only with a plan")
     if batch == "local":
         raise InputError(
             'batch="local" needs example_inputs with the global shapes: a local batch alone does not say how it was cut'

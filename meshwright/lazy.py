@@ -21,6 +21,7 @@ from meshwright.planning import Request, capture_call, model_name, plan_on_ranks
 from meshwright.runtime import module as runtime
 from meshwright.runtime.mesh import arranged_ranks
 from meshwright.runtime.params import PlacedState, fill_tree
+from meshwright.runtime.pipeline import PipelineModule
 from meshwright.runtime.programs import Request as RuntimeRequest
 from meshwright.target import Target
 
@@ -43,7 +44,7 @@ class Maker:
     outputs: str
     compile: bool
 
-    def make(self, model: nn.Module, call: Call) -> runtime.ParallelModule:
+    def make(self, model: nn.Module, call: Call) -> runtime.ParallelModule | PipelineModule:
         """Plan for one call and build the module."""
         if self.plan is None:
             capture, plan = plan_on_ranks(model, call, self.mesh, self.target, self.request)
@@ -57,7 +58,8 @@ class Maker:
 
     def _capture_for(self, plan: Plan, model: nn.Module, call: Call) -> Capture:
         """Capture for a given plan, and check that it is the program and the mesh that the plan is for."""
-        arranged_ranks(self.mesh, plan.mesh)
+        if plan.pipeline is None:
+            arranged_ranks(self.mesh, plan.mesh)
         folded, _ = capture_call(model, call, self.request, plan.training)
         capture = folded.whole
         if capture.graph.hash != plan.graph_hash and folded.repeats:  # the plan may be for a capture without folding

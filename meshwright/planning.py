@@ -19,16 +19,21 @@ from meshwright.planner.expand import expanded
 from meshwright.planner.ir import errors
 from meshwright.planner.ir.errors import InputError, MeshwrightError, RuntimeMismatchError
 from meshwright.planner.ir.graph import Capture
+from meshwright.planner.ir.pipeline import SCHEDULES
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.spec import parse_placements
 from meshwright.planner.meshes import MeshRequest, logical_meshes
 from meshwright.planner.pinned import folded_pins
+from meshwright.planner.pipelined import PipelineRequest, with_pipeline
 from meshwright.planner.repeat import Folded, capture_folded
+from meshwright.planner.solve.memory import RESERVE
 from meshwright.report.units import parse_bytes
 from meshwright.target import Target
 
 PRECISIONS = (None, "bf16-mixed")
 ON_MISSING_RULE = ("replicate", "error")
+IN_STAGES = ("pipeline", "model_parallel")
+"""Strategies that cut the program into stages: over all devices, unless ``degrees`` or a mesh axis named ``pp`` say how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,9 @@ class Request:
         logical_mesh: ``"search"``, ``"given"`` (the axes as they are), sizes of one mesh, or None: searched for a cluster and a
             torch mesh, given for sizes that were written down and where there are pins.
         alternatives: whether to solve the named strategies too, for comparison.
+        micro_batches: into how many the batch is cut; None: chosen, one where there are no stages.
+        schedule: a name of ``pipeline.SCHEDULES``; None: chosen.
+        stages_per_rank: stages that each rank along the pipeline axis has; None: as few as the schedule allows.
     """
 
     strategy: str = "auto"
@@ -61,16 +69,24 @@ class Request:
     degrees: Mapping[str, int] | None = None
     logical_mesh: str | tuple[int, ...] | None = None
     alternatives: bool = True
+    micro_batches: int | None = None
+    schedule: str | None = None
+    stages_per_rank: int | None = None
 
     def __post_init__(self) -> None:
         self.mesh_request()
-        one_of("strategy", self.strategy, ("auto", *(s for s in search.STRATEGIES if s != "auto")))
+        one_of("strategy", self.strategy, ("auto", *(s for s in search.STRATEGIES if s != "auto"), *IN_STAGES))
+        one_of("schedule", self.schedule, (None, *SCHEDULES))
+        for name in ("micro_batches", "stages_per_rank"):
+            count = getattr(self, name)
+            if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+                raise InputError(f"{name} is {count!r}: it must be a whole number of at least 1")
         one_of("precision", self.precision, PRECISIONS)
         one_of("on_missing_rule", self.on_missing_rule, ON_MISSING_RULE)
 
     def options(self, model: str, pins: Mapping[str, Any], progress: debug.Progress | None) -> search.Options:
         return search.Options(
-            strategy=self.strategy,
+            strategy="auto" if self.strategy in IN_STAGES else self.strategy,
             memory_limit_bytes=None if self.memory_limit is None else parse_bytes(self.memory_limit),
             optimizer=self.optimizer,
             pins=dict(pins),
@@ -88,7 +104,29 @@ class Request:
                 f"pins speak of meshes with {' and '.join(map(str, sorted(axes)))} axes: give one placement per axis"
             )
         sizes = tuple(self.logical_mesh) if isinstance(self.logical_mesh, list) else self.logical_mesh
-        return MeshRequest(sizes, self.degrees, self.respect_axis_names, axes.pop() if axes else None)
+        degrees = {name: n for name, n in (self.degrees or {}).items() if name != "pp"}
+        return MeshRequest(sizes, degrees or None, self.respect_axis_names, axes.pop() if axes else None)
+
+    def in_stages(self, target: Target) -> PipelineRequest | None:
+        """What is asked of pipeline stages; None where there are none.
+
+        Raises:
+            InputError: options that say different things.
+        """
+        axis, strategy = target.pipeline_axis, self.strategy
+        by_axis = target.mesh.sizes[axis] if axis is not None else None
+        degree = (self.degrees or {}).get("pp", by_axis or (target.mesh.num_devices if strategy in IN_STAGES else 1))
+        if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+            raise InputError(f"degree pp={degree!r} must be a whole number of devices, at least 1")
+        if degree == 1 and self.micro_batches in (None, 1) and by_axis is None:
+            if self.schedule is not None or self.stages_per_rank not in (None, 1):
+                raise InputError("schedule and stages_per_rank are for pipeline stages: say how many with degrees={'pp': ...}")
+            return None
+        if strategy == "model_parallel":
+            if self.schedule not in (None, "naive") or self.micro_batches not in (None, 1):
+                raise InputError("strategy 'model_parallel' runs one micro-batch by schedule 'naive': use strategy 'pipeline'")
+            return PipelineRequest(degree, "naive", 1, 1)
+        return PipelineRequest(degree, self.schedule, self.micro_batches, self.stages_per_rank)
 
 
 def _num_axes(pin: Any) -> int:
@@ -147,14 +185,40 @@ def plan_capture(
 ) -> Plan:
     """Search a plan for a captured call: on the folded program where that says all, else on the whole one."""
     tell = debug.watched(progress)
+    stages = request.in_stages(target)
+    if stages is None:
+        plan = _plan_whole(captured, target, request, model, tell)
+    else:
+        plan = _plan_in_stages(captured, target, request, stages, model, tell)
+    started = time.perf_counter()
+    plan = plan.described(captured.whole_view)
+    plan = replace(plan, solver={**times, **plan.solver, "describe_s": time.perf_counter() - started})
+    debug.show_plan(plan)
+    return plan
+
+
+def _plan_whole(captured: Folded, target: Target, request: Request, model: str, tell: debug.Progress) -> Plan:
+    """The plan of the whole program on all devices of ``target``."""
     found, notes = _folded_plan(captured, target, request, model, tell)
     if found is None:
         found = _search(captured.whole, target, request, request.options(model, request.pins or {}, tell))
+    return replace(found, notes=(*found.notes, *captured.notes, *notes))
+
+
+def _plan_in_stages(
+    captured: Folded, target: Target, request: Request, stages: PipelineRequest, model: str, tell: debug.Progress
+) -> Plan:
+    """The plan of the whole program on the devices of one stage, with as much memory as all stages have; then cut."""
+    inside, link = target.stage(stages.degree)
+    device = target.topology.device
+    limit = int(device.memory_bytes * (1 - RESERVE)) if request.memory_limit is None else parse_bytes(request.memory_limit)
+    of_stage = replace(request, memory_limit=limit * stages.degree, alternatives=False)
+    plan = _plan_whole(captured, inside, of_stage, model, tell)
+    tell("cut stages")
     started = time.perf_counter()
-    plan = replace(found, notes=(*found.notes, *captured.notes, *notes)).described(captured.whole_view)
-    plan = replace(plan, solver={**times, **found.solver, "describe_s": time.perf_counter() - started})
-    debug.show_plan(plan)
-    return plan
+    plan = with_pipeline(plan, captured.whole_view, stages, inside.topology.hardware(plan.mesh), link)
+    strategy = request.strategy if request.strategy in IN_STAGES else plan.strategy
+    return replace(plan, strategy=strategy, solver={**plan.solver, "stages_s": time.perf_counter() - started})
 
 
 def _search(program: Capture, target: Target, request: Request, options: search.Options) -> Plan:

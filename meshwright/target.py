@@ -11,7 +11,7 @@ import torch
 from meshwright.planner import cost
 from meshwright.planner.cost import Topology
 from meshwright.planner.ir.errors import InputError
-from meshwright.planner.ir.hardware import Hardware
+from meshwright.planner.ir.hardware import Hardware, Link
 from meshwright.planner.ir.mesh import Cluster, MeshShape
 
 if TYPE_CHECKING:
@@ -43,6 +43,38 @@ class Target:
     def hardware(self) -> Hardware:
         """The hardware under :attr:`mesh`."""
         return self.topology.hardware(self.mesh)
+
+    @property
+    def pipeline_axis(self) -> int | None:
+        """Index of the axis that is named for pipeline stages."""
+        return self.mesh.names.index("pp") if "pp" in self.mesh.names else None
+
+    def stage(self, degree: int) -> tuple[Target, Link]:
+        """The devices of one of ``degree`` stages, and the link between neighbouring ones.
+
+        Stages lie along the axis named ``pp``, or else along the outermost: each has consecutive devices.
+
+        Raises:
+            InputError: ``degree`` does not divide the devices, or is not the size of the axis.
+        """
+        shape, axis = self.mesh, self.pipeline_axis
+        if shape.num_devices % degree:
+            raise InputError(f"pp={degree} does not divide the {shape.num_devices} devices of {shape}: choose a divisor")
+        if axis is not None and shape.sizes[axis] != degree:
+            raise InputError(f"pp={degree}, but axis 'pp' of mesh {shape} has {shape.sizes[axis]} devices: give the same number")
+        if axis is not None:
+            left = [(n, name) for n, name in zip(shape.sizes, shape.names, strict=True) if name != "pp"]
+            order = (axis, *(a for a in range(shape.num_axes) if a != axis))
+            outer = self.topology.reordered(order)
+        else:
+            first = shape.sizes[0]
+            left = [(first // degree, shape.names[0]), *zip(shape.sizes[1:], shape.names[1:], strict=True)]
+            left = left if first % degree == 0 else [(shape.num_devices // degree, "device")]
+            outer = self.topology
+        left = left or [(1, "device")]
+        inside = MeshShape(tuple(n for n, _ in left), tuple(name for _, name in left))
+        link = outer.link((degree, shape.num_devices // degree), 0)
+        return Target(outer.first(inside), self.searched), link
 
 
 def target_of(mesh_or_cluster: Any, hardware: Hardware | str | None = None) -> Target:

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from torch import fx
 
 from meshwright.passes.split import is_collective
-from meshwright.planner.ir.errors import VerifyError
 from meshwright.planner.ir.graph import OpGraph
 from meshwright.planner.ir.pipeline import stage_of_op
 
@@ -67,34 +66,16 @@ class Stages:
     free: set[fx.Node]
 
 
-def cut_indices(graph: OpGraph, cuts: Sequence[str]) -> tuple[int, ...]:
-    """Positions of the cut ops in the program.
-
-    Raises:
-        VerifyError: a cut names no forward op, or they are out of order.
-    """
-    at = {op.name: i for i, op in enumerate(graph.ops) if op.phase == "forward"}
-    unknown = [name for name in cuts if name not in at]
-    if unknown:
-        raise VerifyError(f"the plan cuts stages behind op {unknown[0]}, which is no forward op of the program")
-    found = tuple(at[name] for name in cuts)
-    if list(found) != sorted(set(found)):
-        raise VerifyError(f"the plan's cuts {', '.join(cuts)} are not in execution order")
-    return found
-
-
 def assign_stages(gm: fx.GraphModule, graph: OpGraph, cuts: Sequence[str]) -> Stages:
     """Give every node its stage.
 
     Args:
         gm: joint graph of one rank.
         graph: the captured program.
-        cuts: names of the forward ops behind which a stage ends.
-
-    Raises:
-        VerifyError: a cut is no forward op of the program.
+        cuts: names of the forward ops behind which a stage ends, in execution order.
     """
-    return _Assigner(gm, graph, cut_indices(graph, cuts)).run()
+    at = {op.name: i for i, op in enumerate(graph.ops)}
+    return _Assigner(gm, graph, tuple(at[name] for name in cuts)).run()
 
 
 class _Assigner:

@@ -23,8 +23,8 @@ from meshwright.passes.stage_graphs import Cutter, Finish, Root, Slot, StageGrap
 from meshwright.passes.tied import terms_by_stage
 from meshwright.passes.time_axis import with_time_axis
 from meshwright.passes.verify import VerifyProgram, collectives_of, sequence_hash
-from meshwright.planner.ir.errors import InputError, VerifyError
-from meshwright.planner.ir.graph import Capture, GraphOutput, OpGraph, Value
+from meshwright.planner.ir.errors import VerifyError
+from meshwright.planner.ir.graph import Capture, GraphOutput, OpGraph, Value, loss_of
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.verify import verify_plan
 
@@ -238,21 +238,3 @@ def _view(cut: StageGraph, joint: fx.GraphModule) -> OpGraph:
         val = node.meta["val"]
         outputs.append(GraphOutput(Value(name, tuple(val.shape), val.dtype), role, name))
     return OpGraph((), (), tuple(outputs))
-
-
-def loss_of(graph: OpGraph) -> GraphOutput:
-    """The output that a training step minimises.
-
-    Raises:
-        InputError: there is none, or there are several and none is called ``loss``.
-    """
-    scalars = [o for o in graph.outputs_of("output") if o.differentiable and o.value is not None and o.value.shape == ()]
-    named = [o for o in scalars if o.name.split(".")[-1].strip("[]'\"") == "loss"]
-    chosen = named or scalars
-    if len(chosen) == 1:
-        return chosen[0]
-    found = ", ".join(f"{o.name}: {list(o.value.shape)}" for o in graph.outputs_of("output") if o.value is not None) or "nothing"
-    raise InputError(
-        f"a step needs the loss, and the model returns {found}: return one 0-dim loss that depends on the parameters (or call one "
-        "of several 'loss'), computed inside forward"
-    )

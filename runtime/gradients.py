@@ -86,7 +86,7 @@ def _replicas(tensor: DTensor) -> int:
 
 def _own(local: torch.Tensor, taken: set[tuple[int, int]]) -> torch.Tensor:
     """``local``, copied where another gradient is the same memory or where it is not dense."""
-    at = (local.untyped_storage().data_ptr(), local.storage_offset())
+    at = (local.untyped_storage().data_ptr(), int(local.storage_offset()))
     if at in taken or not local.is_contiguous():
         return local.clone(memory_format=torch.contiguous_format)
     taken.add(at)

@@ -54,6 +54,13 @@ Call = dict[str, TensorLeaf | PlainLeaf]
 """A call's leaves by path."""
 
 
+def call_of_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments that a batch stands for: a dict of keywords, a tuple or list of positions, or one input."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
+
+
 class CallBinder:
     """Flattens calls of one model to leaves by path.
 

@@ -64,8 +64,9 @@ def check_mesh(mesh: DeviceMesh) -> None:
             )
 
 
-def logical_mesh(mesh: DeviceMesh, shape: MeshShape) -> DeviceMesh:
-    """The ranks of ``mesh``, in their order, arranged in the axes of ``shape``; ``mesh`` itself where that is its shape.
+def logical_mesh(mesh: DeviceMesh, shape: MeshShape, *, named: bool = False) -> DeviceMesh:
+    """The ranks of ``mesh``, in their order, arranged in the axes of ``shape``; ``mesh`` itself where that is its shape (and,
+    if ``named``, those are its names).
 
     ``[[0, 1], [2, 3]]`` arranged as ``(4,)`` is ``[0, 1, 2, 3]``. Makes the process groups that are missing: collective over the
     ranks of ``mesh`` (no other rank takes part).
@@ -74,7 +75,7 @@ def logical_mesh(mesh: DeviceMesh, shape: MeshShape) -> DeviceMesh:
         RuntimeMismatchError: another number of devices, or ranks would not ascend along an axis.
     """
     ranks = arranged_ranks(mesh, shape)
-    if tuple(mesh.shape) == shape.sizes:
+    if tuple(mesh.shape) == shape.sizes and (not named or mesh.mesh_dim_names == shape.names):
         return mesh
     if mesh.size() == dist.get_world_size():
         return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=shape.names)

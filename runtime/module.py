@@ -9,13 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from meshwright.planner.ir.errors import InputError
-from meshwright.planner.ir.graph import Capture
+from meshwright.planner.ir.graph import Capture, loss_of
 from meshwright.planner.ir.plan import Plan
 from meshwright.runtime.checks import agree, batch_fingerprint
 from meshwright.runtime.dtensor import local_of
-from meshwright.runtime.inputs import describe_call
+from meshwright.runtime.inputs import call_of_batch, describe_call
 from meshwright.runtime.library import Demand, ProgramLibrary
 from meshwright.runtime.mesh import broadcast_object, check_mesh, device_of, logical_mesh, mesh_shape
 from meshwright.runtime.params import fill_tree, place_state, resting_placements
@@ -75,6 +77,44 @@ class ParallelModule(nn.Module):
             self._check_first_call(program, leaves)
         results = self._run(program, leaves, parameters, wants_grad)
         return program.structure(results, whole=self._outputs == "full")
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """Forward and backward of one batch; gradients are added to ``.grad``. The same call trains a model in pipeline stages.
+
+        Args:
+            batch: what the model takes: a dict of keyword arguments, a tuple of positional ones, or one tensor.
+
+        Returns:
+            The loss, detached, equal on all ranks.
+
+        Raises:
+            InputError: as :meth:`forward`, or the model returns no loss.
+        """
+        loss = self._loss_of(batch)
+        loss.backward()
+        return loss.detach()
+
+    @torch.no_grad()
+    def eval_step(self, batch: Any) -> torch.Tensor:
+        """The loss of one batch without a backward; see :meth:`step`."""
+        return self._loss_of(batch)
+
+    def _loss_of(self, batch: Any) -> torch.Tensor:
+        args, kwargs = call_of_batch(batch)
+        output = self(*args, **kwargs)
+        graph = self._library.programs[0].capture.graph
+        loss = loss_of(graph)
+        index = next(i for i, o in enumerate(graph.outputs_of("output")) if o is loss)
+        return pytree.tree_leaves(output)[index]
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` of this module, for loops that also train models in pipeline stages.
+
+        Returns:
+            The norm before, as a plain tensor.
+        """
+        norm = nn.utils.clip_grad_norm_(self.parameters(), max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _check_first_call(self, program: BoundProgram, leaves: Mapping[str, Any]) -> None:
         """Compare the first batch of a program on all ranks; collective."""

@@ -20,7 +20,7 @@ from meshwright.runtime.checks import agree, batch_fingerprint
 from meshwright.runtime.dtensor import local_of
 from meshwright.runtime.engine import Engine, EngineStage
 from meshwright.runtime.gradients import GradientBook
-from meshwright.runtime.inputs import CallBinder, PlainLeaf, TensorLeaf, describe_call, difference
+from meshwright.runtime.inputs import CallBinder, PlainLeaf, TensorLeaf, call_of_batch, describe_call, difference
 from meshwright.runtime.journal import Journal, culprit
 from meshwright.runtime.mesh import broadcast_object, check_mesh, coordinate_of, device_of, group_names, mesh_shape
 from meshwright.runtime.params import fill_tree, place_state, resting_placements
@@ -180,11 +180,7 @@ class PipelineModule(nn.Module):
 
     def _given(self, batch: Any, parameters: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
         """Per micro-batch, every input of the programs by value name."""
-        args, kwargs = (
-            ((), dict(batch))
-            if isinstance(batch, Mapping)
-            else (tuple(batch) if isinstance(batch, tuple | list) else (batch,), {})
-        )
+        args, kwargs = call_of_batch(batch)
         leaves = self._binder.leaves(args, kwargs)
         placeholders, plain = self._binder.captured(self._capture)
         planned: dict[str, TensorLeaf | PlainLeaf] = {
@@ -315,12 +311,10 @@ def build_pipeline(
     pipeline = plan.pipeline
     assert isinstance(pipeline, Pipeline)
     check_mesh(device_mesh)
-    mesh = StageMesh.of(device_mesh).with_pipeline(pipeline)
+    check_schedule(pipeline.schedule, pipeline.degree, pipeline.num_stages, pipeline.micro_batches)
+    mesh = StageMesh.of(device_mesh, pipeline, plan.mesh)
     if batch != "global":
         raise InputError("a plan with stages takes the global batch on every rank: batch='local' is for plans without stages")
-    if mesh.degree != pipeline.degree:
-        raise InputError(f"the plan has {pipeline.degree} ranks along 'pp', the mesh has {mesh.degree}: plan again for this mesh")
-    check_schedule(pipeline.schedule, pipeline.degree, pipeline.num_stages, pipeline.micro_batches)
     shape = mesh_shape(mesh.inside)
     facts = {
         "world size": dist.get_world_size(),

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.planner.ir.errors import InputError
+from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.pipeline import Pipeline
+from meshwright.runtime.mesh import logical_mesh
 
 PIPELINE_AXIS = "pp"
 """Name of the mesh axis along which stages lie."""
@@ -24,46 +26,50 @@ class StageMesh:
     """This rank's place.
 
     Attributes:
-        whole: the mesh with its ``pp`` axis.
-        inside: the axes inside a stage: this rank's stage. One axis of one device where there are none.
+        whole: the mesh with its pipeline axis first.
+        inside: the axes inside this rank's stage.
         along: this rank's group along the pipeline axis.
-        rank: this rank's coordinate along it; ``degree`` its size.
-        pipeline: which stages are on which rank, once that is known.
+        rank: this rank's coordinate along it.
+        pipeline: which stages are on which rank.
     """
 
     whole: DeviceMesh
     inside: DeviceMesh
     along: dist.ProcessGroup
     rank: int
-    degree: int
-    pipeline: Pipeline | None = None
+    pipeline: Pipeline
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> StageMesh:
-        """Split ``mesh`` at its ``pp`` axis. Collective where that is the only axis.
+    def of(cls, mesh: DeviceMesh, pipeline: Pipeline, shape: MeshShape) -> StageMesh:
+        """Arrange the ranks of ``mesh`` in a pipeline axis, its ``pp`` axis or else the outermost, and the axes of ``shape``.
+
+        Makes the process groups that are missing: collective over the ranks of ``mesh``.
 
         Raises:
-            InputError: it has no axis of that name.
+            InputError: it has a ``pp`` axis of another size.
+            RuntimeMismatchError: it has another number of devices than stages and ``shape`` need.
         """
         names = mesh.mesh_dim_names or ()
-        if PIPELINE_AXIS not in names:
+        if PIPELINE_AXIS in names and mesh.size(names.index(PIPELINE_AXIS)) != pipeline.degree:
             raise InputError(
-                f"a plan with stages needs a mesh with an axis named 'pp', found axes {names or 'without names'}: for example "
-                "init_device_mesh('cpu', (2, 2), mesh_dim_names=('pp', 'dp'))"
+                f"the plan has {pipeline.degree} ranks along the pipeline axis, axis 'pp' of the mesh has "
+                f"{mesh.size(names.index(PIPELINE_AXIS))}: plan again for this mesh"
             )
-        others = tuple(n for n in names if n != PIPELINE_AXIS)
-        if not others:
-            mesh = DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(-1), mesh_dim_names=(PIPELINE_AXIS, "stage"))
-            others = ("stage",)
-        axis = (mesh.mesh_dim_names or ()).index(PIPELINE_AXIS)
-        return cls(mesh, mesh[others], mesh.get_group(axis), mesh.get_local_rank(axis), mesh.size(axis))
+        if PIPELINE_AXIS in names[1:]:
+            axis = names.index(PIPELINE_AXIS)
+            order = (PIPELINE_AXIS, *(n for n in names if n != PIPELINE_AXIS))
+            mesh = DeviceMesh(mesh.device_type, mesh.mesh.movedim(axis, 0).contiguous(), mesh_dim_names=order)
+        inner = tuple(f"in_{n}" if n == PIPELINE_AXIS else n for n in shape.names)
+        whole = logical_mesh(mesh, MeshShape((pipeline.degree, *shape.sizes), (PIPELINE_AXIS, *inner)), named=True)
+        return cls(whole, whole[inner], whole.get_group(0), whole.get_local_rank(0), pipeline)
 
-    def with_pipeline(self, pipeline: Pipeline) -> StageMesh:
-        return replace(self, pipeline=pipeline)
+    @property
+    def degree(self) -> int:
+        """Number of ranks along the pipeline axis."""
+        return self.pipeline.degree
 
     def ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
         """Coordinates along the pipeline axis of the ranks that run ``stages``, ascending."""
-        assert self.pipeline is not None
         return tuple(sorted({self.pipeline.rank_of(s) for s in stages}))
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
@@ -77,8 +83,7 @@ class StageMesh:
         """
         if len(ranks) == self.degree:
             return self.along
-        axis = (self.whole.mesh_dim_names or ()).index(PIPELINE_AXIS)
-        lines = self.whole.mesh.movedim(axis, -1).reshape(-1, self.degree)
+        lines = self.whole.mesh.movedim(0, -1).reshape(-1, self.degree)
         mine = None
         for line in lines.tolist():
             members = [line[r] for r in ranks]

@@ -59,10 +59,9 @@ def full_state_dict(
             assert mine is not None
             found[name] = mine.clone()
             continue
-        if isinstance(mine, DTensor):
-            whole = gather_whole(mine)
-        else:
-            whole = torch.empty(shape, dtype=dtype, device=device_of(mesh.whole))
+        empty = torch.empty(shape, dtype=dtype, device=device_of(mesh.whole)) if mine is None else None
+        whole = gather_whole(mine) if isinstance(mine, DTensor) else empty
+        assert whole is not None
         mesh.broadcast(whole, holders[name][0])
         found[name] = whole
     return found

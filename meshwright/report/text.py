@@ -47,6 +47,7 @@ def print_report(plan: Plan, console: Console) -> None:
     sections: tuple[Callable[[Plan], RenderableType | None], ...] = (
         _header,
         _totals,
+        _stages,
         _parameters,
         _batch,
         _main_ops,
@@ -72,6 +73,7 @@ def _pairs(title: str, rows: Iterable[tuple[str, str]]) -> Group:
 
 
 def _header(plan: Plan) -> RenderableType:
+    inside = f" in each of {plan.pipeline.degree} pipeline ranks" if plan.pipeline is not None else ""
     axes = ", ".join(
         f"{name}={size} over {link}" for name, size, link in zip(plan.mesh.names, plan.mesh.sizes, plan.links, strict=False)
     )
@@ -79,10 +81,25 @@ def _header(plan: Plan) -> RenderableType:
     return _pairs(
         f"Plan {plan.hash[:12]} for {plan.model}",
         (
-            ("mesh", f"{plan.mesh} = {plan.mesh.num_devices} x {plan.device}  ({axes})"),
+            ("mesh", f"{plan.mesh} = {plan.mesh.num_devices} x {plan.device}{inside}  ({axes})"),
             ("strategy", f"{plan.strategy}, {plan.precision or 'precision as the model has it'}, {purpose}"),
         ),
     )
+
+
+def _stages(plan: Plan) -> RenderableType | None:
+    """Which rank runs which stage, and where each begins."""
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return None
+    text = f"Pipeline: {pipeline.num_stages} stages on {pipeline.degree} ranks, {pipeline.schedule}, {pipeline.micro_batches} micro-batches"
+    table = _table(text, "stage", "rank", "ends behind", "module", "sends", right=("stage", "rank"))
+    for stage in range(pipeline.num_stages):
+        cut = pipeline.cuts[stage] if stage < len(pipeline.cuts) else None
+        info = plan.op_info.get(cut) if cut is not None else None
+        shown = ("the loss", "", "") if cut is None else (cut, info.module_path if info else "", _shape(info.shape) if info else "")
+        table.add_row(str(stage), str(pipeline.rank_of(stage)), *shown)
+    return table
 
 
 def _totals(plan: Plan) -> RenderableType:
@@ -163,6 +180,8 @@ def _main_ops(plan: Plan) -> RenderableType | None:
 
 
 def _collectives(plan: Plan) -> RenderableType | None:
+    if plan.pipeline is not None:
+        return None
     if not plan.collectives:
         return Text("No communication.\n") if plan.mesh.num_devices > 1 else None
     grouped: dict[tuple[str, int, bool], list[Collective]] = {}

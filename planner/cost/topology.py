@@ -9,7 +9,7 @@ other over one link; levels nest: 8 devices over NVLink, all of them over Infini
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -95,6 +95,18 @@ class Topology:
             span *= size
             levels.append(Level(span, link))
         return cls(shape, hardware.device, tuple(levels), (), ranks, hardware.source)
+
+    def reordered(self, order: tuple[int, ...]) -> Topology:
+        """The same devices with the axes of the mesh in another order."""
+        shape = MeshShape(tuple(self.shape.sizes[a] for a in order), tuple(self.shape.names[a] for a in order))
+        numbers = self._numbers.reshape(self.shape.sizes).transpose(order).flatten()
+        ranks = np.array(self.ranks).reshape(self.shape.sizes).transpose(order).flatten() if self.ranks else np.zeros(0, int)
+        return replace(self, shape=shape, numbers=tuple(map(int, numbers)), ranks=tuple(map(int, ranks)))
+
+    def first(self, shape: MeshShape) -> Topology:
+        """The first devices, as many as ``shape`` has, arranged so."""
+        n = shape.num_devices
+        return replace(self, shape=shape, numbers=tuple(map(int, self._numbers[:n])), ranks=self.ranks[:n])
 
     @cached_property
     def _numbers(self) -> np.ndarray:

@@ -24,6 +24,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from meshwright.planner.ir.errors import InputError
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -277,6 +279,24 @@ class Capture:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     fake_mode: Any = None
     repeats: tuple[Repeat, ...] = ()
+
+
+def loss_of(graph: OpGraph) -> GraphOutput:
+    """The output that a training step minimises.
+
+    Raises:
+        InputError: there is none, or there are several and none is called ``loss``.
+    """
+    scalars = [o for o in graph.outputs_of("output") if o.differentiable and o.value is not None and o.value.shape == ()]
+    named = [o for o in scalars if o.name.split(".")[-1].strip("[]'\"") == "loss"]
+    chosen = named or scalars
+    if len(chosen) == 1:
+        return chosen[0]
+    found = ", ".join(f"{o.name}: {list(o.value.shape)}" for o in graph.outputs_of("output") if o.value is not None) or "nothing"
+    raise InputError(
+        f"a step needs the loss, and the model returns {found}: return one 0-dim loss that depends on the parameters (or call one "
+        "of several 'loss'), computed inside forward"
+    )
 
 
 # --- from FX ------------------------------------------------------------------------------------------------------

@@ -362,14 +362,9 @@ class Plan:
                     "alternatives": tuple(_record(Alternative, a) for a in data["alternatives"]),
                     "meshes": tuple(_record(MeshTried, m) for m in data.get("meshes", ())),
                     "notes": tuple(data["notes"]),
-<<<<<<< HEAD
                     "input_info": {k: _record(InputInfo, v) for k, v in data.get("input_info", {}).items()},
                     "op_info": {k: _record(OpInfo, v) for k, v in data.get("op_info", {}).items()},
-=======
-                    "input_info": {k: _info(InputInfo, v) for k, v in data.get("input_info", {}).items()},
-                    "op_info": {k: _info(OpInfo, v) for k, v in data.get("op_info", {}).items()},
                     "pipeline": Pipeline.from_json_dict(data["pipeline"]) if data.get("pipeline") else None,
->>>>>>> a455d1f (Cut a program into pipeline stages and micro-batches, and run them by torch's schedules)
                 }
             )
         except PlanFormatError:

@@ -118,6 +118,26 @@ def verify_plan(plan: Plan, graph: OpGraph) -> None:
     for result, final in zip(graph.outputs, plan.outputs, strict=True):
         _verify_result(plan, graph, result, final)
     _verify_paths(plan, graph)
+    _verify_pipeline(plan, graph)
+
+
+def _verify_pipeline(plan: Plan, graph: OpGraph) -> None:
+    if plan.pipeline is None:
+        return
+    order = {op.name: i for i, op in enumerate(graph.ops) if op.phase == "forward"}
+    unknown = [name for name in plan.pipeline.cuts if name not in order]
+    if unknown:
+        raise VerifyError(f"the plan cuts stages behind op {unknown[0]}, which is no forward op of the program")
+    places = [order[name] for name in plan.pipeline.cuts]
+    if places != sorted(set(places)):
+        raise VerifyError(f"the plan's cuts {', '.join(plan.pipeline.cuts)} are not in execution order")
+    for what, found, known in (
+        ("placeholder", plan.pipeline.inputs, {i.value.name for i in graph.inputs}),
+        ("op", plan.pipeline.ops, {op.name for op in graph.ops}),
+    ):
+        for name in found:
+            if name not in known:
+                raise VerifyError(f"the plan cuts {what} {name} into micro-batches, which the program does not have")
 
 
 def _same_names(what: str, found: object, wanted: list[str]) -> None:

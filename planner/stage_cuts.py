@@ -1,0 +1,151 @@
+"""Where to cut a program into stages: balanced work, few bytes over the boundaries.
+
+The candidates are the places behind a forward op where fewer bytes are alive than on either side of it. Among all cuts whose slowest
+stage is within a percent of the best possible, those are taken that send the fewest bytes. A stage's time counts its forward
+and backward and what it sends and receives; exact, by dynamic programming over the candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.planner import rules
+from meshwright.planner.cost import CostModel
+from meshwright.planner.fuse import trivial_clusters
+from meshwright.planner.ir.errors import InputError
+from meshwright.planner.ir.graph import Op, OpGraph
+from meshwright.planner.ir.hardware import Link
+from meshwright.planner.ir.plan import Plan
+from meshwright.planner.ir.spec import local_numel
+from meshwright.planner.ir.verify import made_placements
+from meshwright.planner.solve.evaluate import evaluate
+
+SLACK = 0.01
+"""How much longer than the best possible the slowest stage may take, to send fewer bytes."""
+
+_VIEWS = frozenset(f"aten.{n}.default" for n in ("permute", "reshape", "expand", "_to_copy", "clone", "unsqueeze"))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A program along its forward ops.
+
+    Attributes:
+        names: of the forward ops, in order.
+        work_s: seconds of each op, its backward included, for the whole batch on one device of a stage.
+        alive_bytes: bytes per device that cross a cut behind each op, for the whole batch, forwards; gradients are as many.
+    """
+
+    names: tuple[str, ...]
+    work_s: np.ndarray
+    alive_bytes: np.ndarray
+
+
+def profile(graph: OpGraph, plan: Plan, costs: CostModel) -> Profile:
+    """Work and live bytes of a planned program."""
+    forward = [op for op in graph.ops if op.phase == "forward"]
+    at = {op.name: i for i, op in enumerate(forward)}
+    clusters = trivial_clusters(graph, rules.rows_for)
+    seconds = evaluate(plan, graph, clusters, costs, 0).cluster_s
+    work, place = np.zeros(len(forward)), 0
+    for cluster, s in zip(clusters.clusters, seconds, strict=True):
+        for op in cluster.ops if cluster.source is None else ():
+            place = at.get(op.name, at.get(op.recompute_of or op.forward_op or "", place))
+            work[place] += s
+    return Profile(tuple(op.name for op in forward), work, _alive(graph, plan, forward))
+
+
+def _alive(graph: OpGraph, plan: Plan, forward: Sequence[Op]) -> np.ndarray:
+    made, copied = made_placements(plan, graph), _copied(graph)
+    at = {op.name: i for i, op in enumerate(forward)}
+    alive = np.zeros(len(forward))
+    for i, op in enumerate(forward):
+        for value in op.outs:
+            if value is None or value.name in copied:
+                continue
+            last = max((at[r.name] for r in graph.consumers.get(value.name, ()) if r.name in at), default=i)
+            alive[i:last] += local_numel(value.shape, made[value.name], plan.mesh.sizes) * value.dtype.itemsize
+    return alive
+
+
+def _copied(graph: OpGraph) -> set[str]:
+    """Values that every stage makes for itself: from inputs alone, or views of one parameter."""
+    free = {i.value.name for i in graph.inputs if i.role in ("input", "buffer", "constant")}
+    views = {i.value.name for i in graph.inputs_of("parameter")}
+    for op in graph.ops:
+        made = {v.name for v in op.outs if v is not None}
+        if all(v.name in free for v in op.ins):
+            free |= made
+        elif len(op.ins) == 1 and op.ins[0].name in views and op.target in _VIEWS:
+            views |= made
+    return free | views
+
+
+def choose_cuts(found: Profile, stages: int, link: Link, micro_batches: int) -> tuple[str, ...]:
+    """The ops behind which ``stages`` stages end, but the last.
+
+    Args:
+        found: the program.
+        stages: how many.
+        link: between neighbouring stages.
+        micro_batches: how often each boundary is crossed per step, in both directions.
+
+    Raises:
+        InputError: the program has fewer places to cut.
+    """
+    if stages == 1:
+        return ()
+    places = _candidates(found, stages)
+    total = np.concatenate([[0.0], np.cumsum(found.work_s)[places], [found.work_s.sum()]])
+    sizes = np.concatenate([[0.0], found.alive_bytes[places], [0.0]])
+    sent = np.where(sizes > 0, 2 * (sizes / link.bytes_per_s + micro_batches * link.latency_s), 0.0)
+    load = total[None, :] - total[:, None] + sent[None, :] + sent[:, None]
+    best = _least_maximum(load, stages)
+    chosen = _fewest_bytes(load, sizes, stages, best * (1 + SLACK))
+    return tuple(found.names[places[j - 1]] for j in chosen)
+
+
+def _candidates(found: Profile, stages: int) -> np.ndarray:
+    """Places where no neighbour has fewer bytes alive; all places where those are too few."""
+    alive = found.alive_bytes
+    inner = np.flatnonzero((alive > 0) & (np.cumsum(found.work_s) > 0))
+    before, after = np.concatenate([[np.inf], alive[:-1]]), np.concatenate([alive[1:], [np.inf]])
+    least = inner[(alive[inner] < before[inner]) | (alive[inner] < after[inner])]
+    places = least[(alive[least] <= before[least]) & (alive[least] <= after[least])]
+    places = places if len(places) >= stages - 1 else inner
+    if len(places) < stages - 1:
+        raise InputError(
+            f"the program has {len(places)} places where it can be cut, which makes at most {len(places) + 1} stages; {stages} are "
+            "asked for: use fewer stages"
+        )
+    return places
+
+
+def _least_maximum(load: np.ndarray, stages: int) -> float:
+    """Least possible load of the most loaded stage; ``load[i, j]`` is that of the stage from place ``i`` to place ``j``."""
+    n = len(load)
+    upper = np.where(np.arange(n)[:, None] < np.arange(n)[None, :], load, np.inf)
+    reach = upper[0]
+    for _ in range(stages - 1):
+        reach = np.maximum(reach[:, None], upper).min(axis=0)
+    return float(reach[-1])
+
+
+def _fewest_bytes(load: np.ndarray, sizes: np.ndarray, stages: int, limit: float) -> list[int]:
+    """Cuts whose stages all stay within ``limit`` and that send the fewest bytes; places by number from 1."""
+    n = len(load)
+    legal = (np.arange(n)[:, None] < np.arange(n)[None, :]) & (load <= limit)
+    cost = np.where(legal[0], sizes, np.inf)
+    behind = []
+    for _ in range(stages - 1):
+        step = np.where(legal, cost[:, None] + sizes[None, :], np.inf)
+        behind.append(step.argmin(axis=0))
+        cost = step.min(axis=0)
+    at, chosen = n - 1, []
+    for previous in reversed(behind):
+        at = int(previous[at])
+        chosen.append(at)
+    return chosen[::-1]
