@@ -7,6 +7,7 @@ an output that holds a loss unless ``case.has_loss`` is False.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -184,6 +185,58 @@ class UNet(nn.Module):
         low = F.silu(self.norm2(self.down(skip)))
         high = F.interpolate(self.mid(low), scale_factor=2, mode="nearest")
         return F.mse_loss(self.out(torch.cat([high, skip], 1)), target)
+
+
+class DeepUNet(nn.Module):
+    """Three levels down and up: every level's result skips to the other side, where it is joined by ``cat`` or added."""
+
+    def __init__(self, width: int = 8):
+        super().__init__()
+        sizes = [width, 2 * width, 4 * width]
+        self.stem = nn.Conv2d(4, width, 3, padding=1)
+        self.down = nn.ModuleList(nn.Conv2d(a, b, 3, stride=2, padding=1) for a, b in itertools.pairwise(sizes))
+        self.mid = nn.Sequential(nn.GroupNorm(4, 4 * width), nn.SiLU(), nn.Conv2d(4 * width, 4 * width, 3, padding=1))
+        self.up = nn.ModuleList(nn.Conv2d(b, a, 3, padding=1) for a, b in itertools.pairwise(sizes))
+        self.join = nn.ModuleList(nn.Conv2d(2 * a, a, 1) for a in sizes[:-1])
+        self.out = nn.Conv2d(width, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        hidden = F.silu(self.stem(x))
+        skips = []
+        for down in self.down:
+            skips.append(hidden)
+            hidden = F.silu(down(hidden))
+        hidden = hidden + self.mid(hidden)
+        for up, join, skip in zip(reversed(self.up), reversed(self.join), reversed(skips), strict=True):
+            hidden = F.interpolate(up(hidden), scale_factor=2, mode="nearest")
+            hidden = F.silu(join(torch.cat([hidden, skip], 1))) + skip
+        return F.mse_loss(self.out(hidden), target)
+
+
+class Contrastive(nn.Module):
+    """A loss that compares every sample with every other of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = nn.Linear(HIDDEN, 16)
+        self.right = nn.Linear(8, 16)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        scores = self.left(x) @ self.right(target).t()
+        return F.cross_entropy(scores, torch.arange(x.shape[0], device=x.device))
+
+
+class InputStatistics(nn.Module):
+    """Inputs standardised over the batch: a statistic, but one of inputs alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(HIDDEN, 32)
+        self.down = nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        x = (x - x.mean(0)) / (x.std(0) + 1e-3)
+        return F.mse_loss(self.down(F.gelu(self.up(x))), target)
 
 
 class UnusedParameter(Mlp):
@@ -402,6 +455,9 @@ EXTRA: dict[str, Case] = _table(
     Case("mlp_dropout", lambda: Mlp(0.1), _vectors, random=True),
     Case("gpt2_dropout", lambda: gpt2(0.1), _tokens(), random=True),
     Case("unet", UNet, _image_pair),
+    Case("unet_deep", DeepUNet, _image_pair),
+    Case("contrastive", Contrastive, _vectors),
+    Case("input_statistics", InputStatistics, _vectors),
     Case("unused", UnusedParameter, _vectors),
     Case("odd", lambda: Transformer(vocab=53, hidden=30, heads=5, seq=7), _tokens(53, 6, 7)),
     Case("gpt2_odd", lambda: gpt2(vocab=53, hidden=36, heads=6), _tokens(53)),
