@@ -97,7 +97,9 @@ def _stages(plan: Plan) -> RenderableType | None:
     for stage in range(pipeline.num_stages):
         cut = pipeline.cuts[stage] if stage < len(pipeline.cuts) else None
         info = plan.op_info.get(cut) if cut is not None else None
-        shown = ("the loss", "", "") if cut is None else (cut, info.module_path if info else "", _shape(info.shape) if info else "")
+        shown = (
+            ("the loss", "", "") if cut is None else (cut, info.module_path if info else "", _shape(info.shape) if info else "")
+        )
         table.add_row(str(stage), str(pipeline.rank_of(stage)), *shown)
     return table
 
