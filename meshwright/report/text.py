@@ -15,6 +15,7 @@ from meshwright.planner.ir.plan import Alternative, Collective, OpInfo, Plan
 from meshwright.planner.ir.spec import format_placements, max_local_shape
 from meshwright.report.fold import fold
 from meshwright.report.meshes import meshes
+from meshwright.report.stages import stages
 from meshwright.report.tables import make_table
 from meshwright.report.units import format_bytes, format_count, format_seconds
 
@@ -47,7 +48,7 @@ def print_report(plan: Plan, console: Console) -> None:
     sections: tuple[Callable[[Plan], RenderableType | None], ...] = (
         _header,
         _totals,
-        _stages,
+        stages,
         _parameters,
         _batch,
         _main_ops,
@@ -85,23 +86,6 @@ def _header(plan: Plan) -> RenderableType:
             ("strategy", f"{plan.strategy}, {plan.precision or 'precision as the model has it'}, {purpose}"),
         ),
     )
-
-
-def _stages(plan: Plan) -> RenderableType | None:
-    """Which rank runs which stage, and where each begins."""
-    pipeline = plan.pipeline
-    if pipeline is None:
-        return None
-    text = f"Pipeline: {pipeline.num_stages} stages on {pipeline.degree} ranks, {pipeline.schedule}, {pipeline.micro_batches} micro-batches"
-    table = _table(text, "stage", "rank", "ends behind", "module", "sends", right=("stage", "rank"))
-    for stage in range(pipeline.num_stages):
-        cut = pipeline.cuts[stage] if stage < len(pipeline.cuts) else None
-        info = plan.op_info.get(cut) if cut is not None else None
-        shown = (
-            ("the loss", "", "") if cut is None else (cut, info.module_path if info else "", _shape(info.shape) if info else "")
-        )
-        table.add_row(str(stage), str(pipeline.rank_of(stage)), *shown)
-    return table
 
 
 def _totals(plan: Plan) -> RenderableType:
