@@ -26,22 +26,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from meshwright.passes.split import is_collective
+from meshwright.planner.ir.heavy import HEAVY
 
-BIG = frozenset(
-    f"aten.{name}.default"
-    for name in (
-        "mm",
-        "bmm",
-        "convolution",
-        "convolution_backward",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention_for_cpu_backward",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_backward",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_efficient_attention_backward",
-    )
-)
+BIG = HEAVY
 """Ops long enough to hide a collective behind."""
 
 

@@ -34,14 +34,12 @@ def planned(name: str, strategy: str, bytes_per_s: float, *sizes: int):
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 @pytest.mark.parametrize("sizes", [(4,), (2, 2)])
 def test_what_the_plan_calls_hidden_runs_beside_kernels(strategy: str, sizes: tuple[int, ...]) -> None:
-    _, plan, program = planned("llama", strategy, 1e9, *sizes)
-    assert plan.predicted.hidden_s > 10 * plan.predicted.exposed_s
+    _, plan, program = planned("llama", strategy, 1e5, *sizes)
+    assert plan.predicted.hidden_s > plan.predicted.exposed_s
     found = timeline(program, plan)
-    inside = [e.seconds for e in found.events if e.what == "wait"]
-    ends = [e.seconds for e in found.events if e.what == "collective"]
-    # What no order hides: before the first kernel that reads a gathered parameter, and after the last gradient is made.
-    assert sum(inside) <= 0.25 * sum(ends)
-    assert found.step_time_s <= 1.1 * plan.predicted.step_time_s
+    assert plan.predicted.hidden_s > 0.2 * plan.predicted.compute_s, "else nothing is shown"
+    assert found.seconds_of("wait") <= 1.1 * plan.predicted.exposed_s
+    assert found.step_time_s <= 1.02 * plan.predicted.step_time_s
 
 
 def test_seconds_of_the_timeline_are_those_of_the_plan() -> None:

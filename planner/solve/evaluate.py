@@ -20,7 +20,7 @@ from meshwright.planner.solve.candidates import piece_bytes, piece_numel
 from meshwright.planner.solve.memory import GATHERED_COPIES, parameters_with_gradient, rest_bytes
 from meshwright.planner.solve.price import Outcome
 from meshwright.planner.solve.problem import SEGMENTS
-from meshwright.planner.solve.results import parameter_of
+from meshwright.planner.solve.segments import hidden_values
 from meshwright.planner.solve.tables import Costs
 
 # Categories that are maxima over classes: the tables may overestimate them slightly where tied clusters differ.
@@ -150,7 +150,7 @@ class _Walk:
 
     def collectives(self) -> dict[_Step, int]:
         """How often each step is taken, slices included."""
-        hides = self._hidden()
+        hides = hidden_values(self.graph, self.clusters)
         counts: dict[_Step, int] = {}
         for step in planned_steps(self.plan, self.graph):
             key = (*self._priced(step), (step.value.name, step.phase) in hides, step.phase)
@@ -160,24 +160,6 @@ class _Walk:
     def _priced(self, step: PlannedStep) -> tuple[str, int, int, float]:
         kind, size, seconds = self.costs.step_s(step.value, step.src, step.axis, step.dst[step.axis])
         return kind, step.axis, size, seconds
-
-    def _hidden(self) -> frozenset[tuple[str, str]]:
-        """(value, phase) whose collectives can be issued ahead: parameters, and what is only a parameter's gradient."""
-        hidden = {
-            (v.name, phase)
-            for c in self.clusters.clusters
-            if c.source is not None and c.source.role == "parameter"
-            for v in c.outs
-            for phase in SEGMENTS
-        }
-        read_in_backward = {v.name for op in self.graph.ops if op.phase == "backward" for v in op.ins}
-        parameters = parameter_of(self.graph)
-        ends: dict[str, bool] = {}
-        for o in self.graph.outputs_of("gradient"):
-            if o.value is not None:
-                ends[o.value.name] = ends.get(o.value.name, True) and o.name in parameters
-        hidden.update((name, "backward") for name, alone in ends.items() if alone and name not in read_in_backward)
-        return frozenset(hidden)
 
     # --- memory ---
 

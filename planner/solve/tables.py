@@ -24,6 +24,7 @@ from meshwright.planner.solve.precision import unreduced_values
 from meshwright.planner.solve.problem import SEGMENTS, Choice, Demand, Flow, Peak, Problem
 from meshwright.planner.solve.program import NetworkCache
 from meshwright.planner.solve.results import ends_free, has_loss, parameter_of, phase_of_result
+from meshwright.planner.solve.segments import hidden_values
 
 # A consumer of a value: ("in", class, slot), ("grad", class, 0), ("whole", 0, 0) or ("free", 0, 0).
 Reader = tuple[str, int, int]
@@ -196,6 +197,7 @@ class _Flows:
         self._sizes = mesh.sizes
         self._unreduced = unreduced_values(graph) if precision == "bf16-mixed" else frozenset()
         self._readers: dict[tuple[str, str], dict[Reader, None]] = {}
+        self._hidden = hidden_values(graph, clusters)
         self.results: list[Reader | None] = []
         for i, cluster in enumerate(clusters.clusters):
             for slot, value in enumerate(cluster.ins):
@@ -262,7 +264,6 @@ class _Flows:
         cluster = self._clusters.clusters[self._class_of.index(group.supply)]
         value = cluster.outs[group.slot]
         made = self._made(group.supply, group.slot)
-        gradient = all(kind == "grad" for kind, _, _ in group.readers)
         parameter = cluster.source is not None and cluster.source.role == "parameter"
         used = [*made, *(p for r in group.readers for p in self._wanted(r))]
         network = self._networks.of(value, used, uneven=parameter or any(kind == "grad" for kind, _, _ in group.readers))
@@ -272,7 +273,7 @@ class _Flows:
             value.name,
             sum(map(self._clusters.times, group.names)),
             SEGMENTS.index(group.phase),
-            gradient or parameter,
+            (group.names[0], group.phase) in self._hidden,
             network.network,
             self._allowed(group, network),
             group.supply,
