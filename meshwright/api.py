@@ -35,6 +35,7 @@ def plan(
     *,
     strategy: str = "auto",
     memory_limit: int | str | None = None,
+    recompute: str | None = None,
     optimizer: str = "adamw",
     precision: str | None = None,
     hardware: Hardware | str | None = None,
@@ -61,6 +62,8 @@ def plan(
         strategy: ``"auto"``, or ``"ddp"``, ``"zero3"`` (``"fsdp"``), ``"tp"``: the same search with less choice;
             ``"pipeline"`` or ``"model_parallel"`` (one micro-batch): in stages over all devices, unless ``degrees`` says how many.
         memory_limit: bytes per device, or text as ``"60GiB"``. Default: the device's memory less a reserve that the plan names.
+        recompute: how much the backward computes again, to keep fewer activations: ``"none"`` (cheap ops alone), ``"selective"``
+            (all but products with parameters) or ``"full"`` (whole blocks). Default: the fastest that fits, blocks mixed.
         optimizer: whose state is counted.
         precision: None (as the model is), or ``"bf16-mixed"``: bf16 compute, fp32 parameters and gradient reduction.
         hardware: a :class:`Hardware` record, or the name of a known device.
@@ -103,6 +106,7 @@ def plan(
         micro_batches,
         schedule,
         stages_per_rank,
+        recompute,
     )
     target = target_of(mesh_or_cluster, hardware)
     with collector.paused():
@@ -126,6 +130,7 @@ def autoparallelize(
     batch: str = "global",
     outputs: str = "auto",
     memory_limit: int | str | None = None,
+    recompute: str | None = None,
     optimizer: str = "adamw",
     pins: Mapping[str, Any] | None = None,
     on_missing_rule: str = "replicate",
@@ -153,7 +158,7 @@ def autoparallelize(
         compile: whether forward and backward go through Inductor.
         batch: ``"global"``: every rank passes the whole batch; ``"local"``: its own piece, as ``plan.inputs`` says.
         outputs: ``"auto"``: a loss comes as a plain tensor and what is beside it as DTensors; ``"full"``: all plain and whole.
-        strategy, precision, hardware, memory_limit, optimizer, pins, on_missing_rule, degrees, logical_mesh,
+        strategy, precision, hardware, memory_limit, recompute, optimizer, pins, on_missing_rule, degrees, logical_mesh,
             respect_axis_names, alternatives, micro_batches, schedule, stages_per_rank, fold_capture: as for :func:`plan`.
 
     Raises:
@@ -183,6 +188,7 @@ def autoparallelize(
         micro_batches,
         schedule,
         stages_per_rank,
+        recompute,
     )
     target = replace(target_of(device_mesh, hardware), searched=isinstance(mesh, DeviceMesh))
     maker = Maker(device_mesh, target, request, plan, batch, outputs, compile)

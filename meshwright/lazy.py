@@ -13,10 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.inputs import Call
+from meshwright.planner.correspond import Unlike
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.spec import format_placements
+from meshwright.planner.repeat import Folded
 from meshwright.planning import Request, capture_call, model_name, plan_on_ranks
 from meshwright.runtime import module as runtime
 from meshwright.runtime.mesh import arranged_ranks
@@ -61,14 +63,15 @@ class Maker:
         if plan.pipeline is None:
             arranged_ranks(self.mesh, plan.mesh)
         folded, _ = capture_call(model, call, self.request, plan.training)
-        capture = folded.whole
-        if capture.graph.hash != plan.graph_hash and folded.repeats:  # the plan may be for a capture without folding
+        capture = _program_for(plan, folded)
+        if capture is None and folded.repeats:  # the plan may be for a capture without folding
             folded, _ = capture_call(model, call, replace(self.request, fold_capture=False), plan.training)
-            capture = folded.whole if folded.whole.graph.hash == plan.graph_hash else capture
-        if capture.graph.hash != plan.graph_hash:
+            capture = _program_for(plan, folded)
+        if capture is None:
             raise InputError(
                 f"the plan is for another program: {plan.model} with graph {plan.graph_hash[:12]}, and this is {model_name(model)} with "
-                f"graph {capture.graph.hash[:12]}: model, batch shapes, dtypes, precision and training mode must be those it was planned with"
+                f"graph {folded.whole.graph.hash[:12]}: model, batch shapes, dtypes, precision and training mode must be those it was "
+                "planned with"
             )
         return capture
 
@@ -87,6 +90,15 @@ class Maker:
         )
         call = (tuple(wanted.args), dict(wanted.kwargs))
         return plan_on_ranks(wanted.module, call, self.mesh, self.target, request, wanted.training)
+
+
+def _program_for(plan: Plan, folded: Folded) -> Capture | None:
+    """The captured program with the plan's recomputation, if it is the one that the plan is for."""
+    try:
+        capture = folded.at(plan.recompute).whole
+    except Unlike:
+        return None
+    return capture if capture.graph.hash == plan.graph_hash else None
 
 
 class LazyParallelModule(runtime.ParallelModule):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,9 +21,9 @@ from meshwright.planner.ir.errors import InputError, MeshwrightError, RuntimeMis
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.pipeline import SCHEDULES
 from meshwright.planner.ir.plan import Plan
+from meshwright.planner.ir.recompute import LEVELS
 from meshwright.planner.ir.spec import parse_placements
-from meshwright.planner.meshes import MeshRequest, logical_meshes
-from meshwright.planner.pinned import folded_pins
+from meshwright.planner.meshes import LogicalMesh, MeshRequest, logical_meshes
 from meshwright.planner.pipelined import PipelineRequest, with_pipeline
 from meshwright.planner.repeat import Folded, capture_folded
 from meshwright.planner.solve.memory import RESERVE
@@ -56,6 +56,7 @@ class Request:
         micro_batches: into how many the batch is cut; None: chosen, one where there are no stages.
         schedule: a name of ``pipeline.SCHEDULES``; None: chosen.
         stages_per_rank: stages that each rank along the pipeline axis has; None: as few as the schedule allows.
+        recompute: level of recomputation, or None: the fastest that fits.
     """
 
     strategy: str = "auto"
@@ -72,6 +73,7 @@ class Request:
     micro_batches: int | None = None
     schedule: str | None = None
     stages_per_rank: int | None = None
+    recompute: str | None = None
 
     def __post_init__(self) -> None:
         self.mesh_request()
@@ -83,15 +85,17 @@ class Request:
                 raise InputError(f"{name} is {count!r}: it must be a whole number of at least 1")
         one_of("precision", self.precision, PRECISIONS)
         one_of("on_missing_rule", self.on_missing_rule, ON_MISSING_RULE)
+        one_of("recompute", self.recompute, (None, *LEVELS))
 
-    def options(self, model: str, pins: Mapping[str, Any], progress: debug.Progress | None) -> search.Options:
+    def options(self, model: str, progress: debug.Progress | None) -> search.Options:
         return search.Options(
             strategy="auto" if self.strategy in IN_STAGES else self.strategy,
             memory_limit_bytes=None if self.memory_limit is None else parse_bytes(self.memory_limit),
             optimizer=self.optimizer,
-            pins=dict(pins),
+            pins=dict(self.pins or {}),
             on_missing_rule=self.on_missing_rule,
             alternatives=self.alternatives,
+            recompute=self.recompute,
             model=model,
             progress=progress,
         )
@@ -191,17 +195,21 @@ def plan_capture(
     else:
         plan = _plan_in_stages(captured, target, request, stages, model, tell)
     started = time.perf_counter()
-    plan = plan.described(captured.whole_view)
-    plan = replace(plan, solver={**times, **plan.solver, "describe_s": time.perf_counter() - started})
+    plan = plan.described(captured.at(plan.recompute).whole_view)
+    recompute_s = times.get("recompute_s", 0.0) + plan.solver.get("recompute_s", 0.0)
+    solver = {**times, **plan.solver, "recompute_s": recompute_s, "describe_s": time.perf_counter() - started}
+    plan = replace(plan, solver=solver)
     debug.show_plan(plan)
     return plan
 
 
 def _plan_whole(captured: Folded, target: Target, request: Request, model: str, tell: debug.Progress) -> Plan:
     """The plan of the whole program on all devices of ``target``."""
-    found, notes = _folded_plan(captured, target, request, model, tell)
+    options = request.options(model, tell)
+    meshes = logical_meshes(target.topology, request.mesh_request(), search=target.searched)
+    found, notes = _folded_plan(captured, meshes, options, tell)
     if found is None:
-        found = _search(captured.whole, target, request, request.options(model, request.pins or {}, tell))
+        found = search.search_plan(captured.unfolded, meshes, options)
     return replace(found, notes=(*found.notes, *captured.notes, *notes))
 
 
@@ -216,34 +224,26 @@ def _plan_in_stages(
     plan = _plan_whole(captured, inside, of_stage, model, tell)
     tell("cut stages")
     started = time.perf_counter()
-    plan = with_pipeline(plan, captured.whole_view, stages, inside.topology.hardware(plan.mesh), link)
+    whole = captured.at(plan.recompute).whole_view
+    plan = with_pipeline(plan, whole, stages, inside.topology.hardware(plan.mesh), link)
     strategy = request.strategy if request.strategy in IN_STAGES else plan.strategy
     return replace(plan, strategy=strategy, solver={**plan.solver, "stages_s": time.perf_counter() - started})
 
 
-def _search(program: Capture, target: Target, request: Request, options: search.Options) -> Plan:
-    """Search over the logical meshes that the request leaves open."""
-    meshes = logical_meshes(target.topology, request.mesh_request(), search=target.searched)
-    return search.search_plan(program, meshes, options)
-
-
 def _folded_plan(
-    captured: Folded, target: Target, request: Request, model: str, tell: debug.Progress
+    captured: Folded, meshes: Sequence[LogicalMesh], options: search.Options, tell: debug.Progress
 ) -> tuple[Plan | None, tuple[str, ...]]:
     """The plan of the folded program said of the whole one; None, and why, where it does not stand for it."""
     if not captured.repeats:
         return None, ()
-    program = captured.plannable
-    pins = folded_pins(request.pins or {}, program.graph, captured.repeats)
-    if pins is None:
-        return None, ("planned whole: pins differ between repeated blocks",)
     try:
-        found = _search(program, target, request, request.options(model, pins, tell))
+        found = search.search_plan(captured, meshes, options)
     except Unlike as e:
         return None, (f"planned whole: {e}",)
     tell("expand")
     started = time.perf_counter()
-    plan = expanded(found, program.graph, captured.whole_view, captured.repeats)
+    program = captured.at(found.recompute)
+    plan = expanded(found, program.plannable.graph, program.whole_view, program.repeats)
     solver = {**found.solver, "expand_s": time.perf_counter() - started}
     return replace(plan, solver=solver, folded={**found.folded, "captured": captured.summary()}), ()
 
@@ -272,7 +272,8 @@ def plan_on_ranks(
     if failure is not None:
         raise failure
     _raise_error_text(text)
-    return captured.whole, Plan.from_json(text)
+    plan = Plan.from_json(text)
+    return captured.at(plan.recompute).whole, plan
 
 
 def is_first(mesh: DeviceMesh) -> bool:

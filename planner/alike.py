@@ -19,7 +19,7 @@ from torch import nn
 MIN_TOTAL = 5
 """Fewest children of a list that pay: three (or more) of them are captured."""
 
-_LISTS = (nn.ModuleList, nn.Sequential)
+LISTS = (nn.ModuleList, nn.Sequential)
 _INTERNAL = frozenset(nn.Module().__dict__)
 _HOOKS = tuple(k for k in nn.Module().__dict__ if k.endswith("_hooks"))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)
@@ -163,7 +163,7 @@ def find_stacks(model: nn.Module) -> tuple[Stack, ...]:
     found: list[Stack] = []
     for path, module in model.named_modules():
         inside = any(path.startswith(s.path + ".") for s in found)
-        if isinstance(module, _LISTS) and not inside and (stack := _stack(model, path, module)) is not None:
+        if isinstance(module, LISTS) and not inside and (stack := _stack(model, path, module)) is not None:
             found.append(stack)
     return tuple(found)
 

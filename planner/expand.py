@@ -14,7 +14,6 @@ from meshwright.planner.correspond import child_of
 from meshwright.planner.ir.errors import VerifyError
 from meshwright.planner.ir.graph import OpGraph, Repeat
 from meshwright.planner.ir.plan import Plan, Redistribution
-from meshwright.planner.splice import copy_name
 
 
 def _copies(planned: OpGraph, repeats: tuple[Repeat, ...]) -> Iterator[tuple[str, str]]:
@@ -22,12 +21,13 @@ def _copies(planned: OpGraph, repeats: tuple[Repeat, ...]) -> Iterator[tuple[str
     forward = {op.name: op.phase == "forward" for op in planned.ops}
     again = {op.recompute_of: True for op in planned.ops if op.recompute_of is not None}
     for repeat in repeats:
-        for name in (n for n, at in repeat.instance.items() if at == repeat.first):
-            for k in range(1, repeat.copies + 1):
-                source = name if forward.get(name, True) and k < repeat.copies else copy_name(name, 1)
-                yield copy_name(name, k), source
-                if name in again:
-                    yield copy_name(name, k) + "_r", (name if k < repeat.copies else copy_name(name, 1)) + "_r"
+        for name in repeat.names:
+            mine, copy = repeat.planned(name), repeat.planned(name, 1)
+            for k in range(repeat.copies + 1):
+                source = mine if k == 0 or (forward.get(mine, True) and k < repeat.copies) else copy
+                yield repeat.whole(name, k), source
+                if mine in again:
+                    yield repeat.whole(name, k) + "_r", (mine if k < repeat.copies else copy) + "_r"
 
 
 def planned_names(planned: OpGraph, whole: OpGraph, repeats: tuple[Repeat, ...]) -> dict[str, str]:
@@ -48,8 +48,9 @@ def planned_names(planned: OpGraph, whole: OpGraph, repeats: tuple[Repeat, ...])
 def _planned_fqn(name: str, repeats: tuple[Repeat, ...]) -> str:
     for repeat in repeats:
         child = child_of(name, repeat.path)
-        if child is not None and repeat.first < child[0] <= repeat.first + repeat.copies:
-            return f"{repeat.path}.{repeat.first + 1}.{child[1]}"
+        start = repeat.first + repeat.whole_at
+        if child is not None and start <= child[0] <= start + repeat.copies:
+            return f"{repeat.path}.{repeat.position + (child[0] > start)}.{child[1]}"
     return name
 
 

@@ -6,9 +6,11 @@ The search over meshes asks three things of a mesh, from cheap to dear: :attr:`O
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from meshwright.planner import blocks, fuse, rules
 from meshwright.planner.correspond import Unlike
@@ -18,16 +20,18 @@ from meshwright.planner.ir.errors import InfeasibleError, NoRuleError
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.hardware import Hardware
 from meshwright.planner.ir.mesh import MeshShape
+from meshwright.planner.ir.recompute import Recompute
 from meshwright.planner.meshes import LogicalMesh
 from meshwright.planner.options import Clock, Options
+from meshwright.planner.pinned import folded_pins
 from meshwright.planner.solve.diagnose import ROW_MARGIN, explain_infeasible
 from meshwright.planner.solve.floor import Floors
 from meshwright.planner.solve.follow import rows_following_batch
-from meshwright.planner.solve.memory import RESERVE, optimizer_bytes
-from meshwright.planner.solve.optimise import Effort, Excluded, Solution, optimise_below, relaxed_bound_s
+from meshwright.planner.solve.memory import optimizer_bytes
+from meshwright.planner.solve.optimise import Effort, Excluded, Solution, Unlimited, optimise_below, relaxed_bound_s
 from meshwright.planner.solve.outline import repeated_part, with_floor_of_the_rest
 from meshwright.planner.solve.pins import Pin, find_pins, restrict_to_pins
-from meshwright.planner.solve.price import Outcome, objective_s, price
+from meshwright.planner.solve.price import Outcome, memory_of, objective_s, price
 from meshwright.planner.solve.problem import Restriction
 from meshwright.planner.solve.strategies import batch_length, replicated_under, restrict, strategy_named
 from meshwright.planner.solve.tables import Tables, build_tables
@@ -48,6 +52,8 @@ class Program:
         options: what to search for.
         clock: seconds per phase.
         limit_bytes: memory limit per device.
+        pins: what the user fixes, in the names of the program.
+        recompute: what its backward computes again.
         repeated: the clusters of the repeated block; None where there is none.
     """
 
@@ -57,20 +63,39 @@ class Program:
     options: Options
     clock: Clock
     limit_bytes: int
+    pins: Mapping[str, Any]
+    recompute: Recompute
     repeated: ClusterGraph | None
 
     @classmethod
-    def of(cls, capture: Capture, hardware: Hardware, options: Options) -> Program:
+    def of(
+        cls,
+        capture: Capture,
+        hardware: Hardware,
+        options: Options,
+        clock: Clock | None = None,
+        recompute: Recompute | None = None,
+    ) -> Program:
         """Fuse and fold.
 
         Raises:
             NoRuleError: an op has no rule and ``on_missing_rule="error"``.
+            Unlike: a folded program does not stand for the whole one, or the pins do not treat its blocks alike.
         """
-        clock = Clock(options.progress)
+        pins = folded_pins(options.pins, capture.graph, capture.repeats)
+        if pins is None:
+            raise Unlike("pins differ between repeated blocks")
+        clock = clock or Clock(options.progress)
         clusters = _clusters(capture, options, clock)
-        limit = options.memory_limit_bytes or int(hardware.device.memory_bytes * (1 - RESERVE))
-        floors = Floors(clusters, hardware.device)
-        return cls(capture, clusters, floors, options, clock, limit, repeated_part(clusters, floors.counts))
+        floors, limit = Floors(clusters, hardware.device), options.memory_limit(hardware)
+        repeated = repeated_part(clusters, floors.counts)
+        return cls(capture, clusters, floors, options, clock, limit, pins, recompute or Recompute(), repeated)
+
+    def floor_bytes(self, num_devices: int) -> float:
+        """Lower bound of any plan's memory: parameters and saved activations sharded over all devices."""
+        graph, times = self.capture.graph, self.clusters.times
+        values = [*graph.saved, *(p.value for p in graph.inputs_of("parameter"))]
+        return sum(v.size_bytes * times(v.name) for v in values) / num_devices
 
 
 def _clusters(capture: Capture, options: Options, clock: Clock) -> ClusterGraph:
@@ -131,10 +156,12 @@ class OnMesh:
         program: what is planned.
         where: the mesh.
         costs: seconds on it.
+        unlimited: what the last solution under the limit showed of the problem without one.
     """
 
     def __init__(self, program: Program, where: LogicalMesh):
         self.program, self.where = program, where
+        self.unlimited = Unlimited()
         self.costs = CostModel(where.hardware, where.mesh)
         self._built: dict[tuple[bool, ...], Tables] = {}
 
@@ -155,7 +182,7 @@ class OnMesh:
         Raises:
             InputError: a pin that matches nothing or does not suit the mesh.
         """
-        return find_pins(self.program.options.pins, self.program.capture.graph, self.program.clusters, self.mesh)
+        return find_pins(self.program.pins, self.program.capture.graph, self.program.clusters, self.mesh)
 
     @cached_property
     def _class_of(self) -> list[int]:
@@ -266,13 +293,22 @@ class OnMesh:
         with self.program.clock.phase("solve"):
             whole = self._whole(name, tables)
             problem = tables.problem if limited else replace(tables.problem, memory_limit_bytes=None)
-            solution = optimise_below(problem, whole, tables.cache, effort or self.program.options.effort, beat_s)
+            unlimited = Unlimited()
+            effort = effort or self.program.options.effort
+            solution = optimise_below(problem, whole, tables.cache, effort, beat_s, unlimited=unlimited)
+            self.unlimited = unlimited if limited else self.unlimited
             if solution is None or isinstance(solution, Excluded):
                 return solution
             outcome = price(problem, whole, solution.chosen)
             objective = objective_s(problem, outcome, solution.chosen)
             notes = whole.notes + replicated_under(tables, whole, solution.chosen, name)
             return Found(self, tables, solution, outcome, objective, min(objective, solution.bound_s), notes)
+
+    @property
+    def free_peak_bytes(self) -> float:
+        """Memory of the best plan without a limit, as far as the last solution met it."""
+        chosen = self.unlimited.chosen
+        return math.inf if chosen is None else float(sum(memory_of(self.tables_for("auto").problem, chosen).values()))
 
     def freed(self, found: Found) -> Found:
         """A strategy's plan on this mesh as one of the free search: its paths may be better ones."""
@@ -289,4 +325,4 @@ class OnMesh:
     def why_infeasible(self, name: str) -> InfeasibleError:
         """The error for a strategy that has no plan here."""
         tables = self.tables_for(name)
-        return explain_infeasible(tables, self._parts(name, tables), self.program.limit_bytes)
+        return explain_infeasible(tables, self._parts(name, tables), self.program.limit_bytes, str(self.program.recompute))

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from meshwright.planner.ir.errors import InputError
+from meshwright.planner.ir.hardware import Hardware
+from meshwright.planner.ir.recompute import LEVELS
 from meshwright.planner.ir.spec import Placements
-from meshwright.planner.solve.memory import optimizer_bytes
+from meshwright.planner.solve.memory import RESERVE, optimizer_bytes
 from meshwright.planner.solve.optimise import Effort
 from meshwright.planner.solve.strategies import strategy_named
 
@@ -30,6 +32,7 @@ class Options:
             ``make_plan``, which is given one mesh; else the meshes themselves say it).
         alternatives: whether to solve the named strategies too, for comparison. With them ``"auto"`` is never slower than a named
             one that fits; without them only within the gap.
+        recompute: level of recomputation; None: the fastest that fits. Only for a program that can be had with several.
         model: the model's class name, for people.
         progress: called with the name of each phase as it begins.
         effort: gap and limits of the solver.
@@ -42,15 +45,22 @@ class Options:
     on_missing_rule: str = "replicate"
     respect_axis_names: bool = False
     alternatives: bool = True
+    recompute: str | None = None
     model: str = ""
     progress: Callable[[str], None] | None = None
     effort: Effort = field(default_factory=Effort)
+
+    def memory_limit(self, hardware: Hardware) -> int:
+        """Bytes per device."""
+        return self.memory_limit_bytes or int(hardware.device.memory_bytes * (1 - RESERVE))
 
     def __post_init__(self) -> None:
         strategy_named(self.strategy)
         optimizer_bytes(self.optimizer)
         if self.on_missing_rule not in _ON_MISSING_RULE:
             raise InputError(f"on_missing_rule is {self.on_missing_rule!r}: use one of {', '.join(_ON_MISSING_RULE)}")
+        if self.recompute not in (None, *LEVELS):
+            raise InputError(f"recompute is {self.recompute!r}: use None or one of {', '.join(LEVELS)}")
         if self.memory_limit_bytes is not None and self.memory_limit_bytes <= 0:
             raise InputError(f"the memory limit is {self.memory_limit_bytes} bytes: it must be positive")
 

@@ -19,7 +19,7 @@ def _rests(graph: OpGraph, repeat: Repeat) -> set[str]:
     """Names inside block 1: of parameters and of modules."""
     names = [n for i in graph.inputs for n in (i.name, *i.aliases)] + [op.module_path + "." for op in graph.ops]
     found = (child_of(name, repeat.path) for name in names)
-    return {child[1].rstrip(".") for child in found if child is not None and child[0] == repeat.first}
+    return {child[1].rstrip(".") for child in found if child is not None and child[0] == repeat.position}
 
 
 def folded_pins(pins: Mapping[str, Any], graph: OpGraph, repeats: tuple[Repeat, ...]) -> dict[str, Any] | None:
@@ -30,21 +30,25 @@ def folded_pins(pins: Mapping[str, Any], graph: OpGraph, repeats: tuple[Repeat, 
         graph: the folded program.
         repeats: what stands for more in it.
     """
+    if not repeats:
+        return dict(pins)
     kept = dict(pins)
     known = [n for i in graph.inputs for n in (i.name, *i.aliases)] + [op.module_path for op in graph.ops]
     for repeat in repeats:
         rests = _rests(graph, repeat)
+        shared = range(repeat.first, repeat.first + repeat.copies + 1)
+        if any(other.planned_at for other in repeats if other.path == repeat.path):  # the program numbers blocks otherwise
+            shared = range(repeat.total)
         hits: dict[int, set[tuple[str, str]]] = {}
-        for k in range(repeat.copies + 1):
-            block = f"{repeat.path}.{repeat.first + k}"
+        for k in shared:
+            block = f"{repeat.path}.{k}"
             names = {rest: f"{block}.{rest}" if rest else block for rest in rests}
             matched = [(p, rest) for p in pins for rest, name in names.items() if fnmatchcase(name, p)]
             hits[k] = {(rest, str(pins[p])) for p, rest in matched}
-            if k > 1:
-                for p in {p for p, _ in matched}:
-                    if p in kept and not any(fnmatchcase(name, p) for name in known):
-                        del kept[p]
-        if any(found != hits[0] for found in hits.values()):
+            for p in {p for p, _ in matched}:
+                if p in kept and not any(fnmatchcase(name, p) for name in known):
+                    del kept[p]
+        if any(found != hits[shared[0]] for found in hits.values()):
             return None
     ops = set(graph.by_name)
     if any(fnmatchcase(op, p) for p in kept for op in ops):

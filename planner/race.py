@@ -6,6 +6,7 @@ its repeated block alone, then its relaxation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +25,7 @@ class Race:
     Attributes:
         name: of the strategy.
         effort: of the solver.
+        known_s: time of a plan that is known already: only faster ones are of interest.
         best: the best plan so far.
         tried: what became of each mesh, in the order looked at.
         refused: the error of the first mesh that the batch or a pin does not suit.
@@ -31,6 +33,7 @@ class Race:
 
     name: str
     effort: Effort
+    known_s: float = math.inf
     best: Found | None = None
     tried: list[tuple[OnMesh, MeshTried]] = field(default_factory=list)
     refused: InputError | None = None
@@ -39,7 +42,7 @@ class Race:
         """Look at every mesh."""
         at_once = [on for on in meshes if on.mesh.num_axes == 1 or len(meshes) == 1]
         for on in at_once:
-            self._look_at(on, on.floor_s if self.best else 0.0)
+            self._look_at(on, on.floor_s if math.isfinite(self.beat_s) else 0.0)
         others = [(self._bound_s(on), k, on) for k, on in enumerate(meshes) if on not in at_once]
         for bound, _, on in sorted(others, key=lambda item: item[:2]):
             self._look_at(on, bound)
@@ -48,7 +51,7 @@ class Race:
     @property
     def beat_s(self) -> float:
         """What a plan must cost less than to be of interest."""
-        return float("inf") if self.best is None else self.best.objective_s * (1 - self.effort.gap)
+        return min(self.known_s, math.inf if self.best is None else self.best.objective_s * (1 - self.effort.gap))
 
     def _bound_s(self, on: OnMesh) -> float:
         """A lower bound on a mesh without its whole problem; infinite where nothing fits."""
@@ -88,8 +91,17 @@ class Race:
         self.tried.append((on, MeshTried(mesh.sizes, mesh.names, links, verdict, bound_s, step_s, reason)))
 
     def bound_s(self) -> float:
-        """Lower bound of any plan on any of the meshes."""
+        """Lower bound of any plan on any of the meshes that is faster than what was known."""
         return min(t.bound_s for _, t in self.tried if t.bound_s is not None)
+
+    def free_bound_s(self) -> float:
+        """Lower bound of any plan on any of the meshes if there were no memory limit."""
+        bounds = [
+            t.bound_s if t.verdict == "excluded" else max(on.unlimited.bound_s, on.floor_s)
+            for on, t in self.tried
+            if t.verdict != "impossible"
+        ]
+        return min((b for b in bounds if b is not None), default=math.inf)
 
     def on_infeasible(self) -> list[OnMesh]:
         return [on for on, t in self.tried if t.verdict == "infeasible"]

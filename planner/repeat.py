@@ -23,9 +23,12 @@ from meshwright.planner.correspond import Match, Unlike, correspond
 from meshwright.planner.faking import buffer_names, parameter_names
 from meshwright.planner.ir.errors import TraceError
 from meshwright.planner.ir.graph import Capture, OpGraph, Repeat, ops_of
+from meshwright.planner.ir.recompute import Recompute
+from meshwright.planner.parts import BlockList, find_lists, parts_of
 from meshwright.planner.splice import copy_name, splice
 
 Order = Mapping[tuple[str, str], int]
+NONE = Recompute()
 
 
 def state_order(model: nn.Module) -> Order:
@@ -47,47 +50,102 @@ class _Spliced:
         return OpGraph(self.ends.inputs, ops_of(self.graph), self.ends.outputs)
 
 
-def _splice_all(small: Capture, stacks: tuple[Stack, ...], order: Order, copies: Callable[[Stack], int]) -> _Spliced:
-    """Copies in every stack, one stack after the other.
-
-    Raises:
-        Unlike: two blocks that should correspond do not.
-    """
-    graph, view, matches = small.gm.graph, small.graph, []
-    for stack in stacks:
-        match = correspond(graph, view, stack)
-        matches.append(match)
-        graph, view = splice(graph, view, match, copies(stack), order)
-    return _Spliced(graph, view, tuple(matches))
-
-
-def _repeat(match: Match) -> Repeat:
-    stack = match.stack
-    instance = {n.name: p + (p > stack.first) for n, p in match.owner.items()}
-    instance.update((copy_name(n.name, 1), stack.first + 1) for n in match.own)
-    summed = [v for op in match.sums for v in op.all_input_nodes if v in match.later]
-    apart = {n for v in summed for n in (v.name, match.later[v].name, copy_name(match.later[v].name, 1))}
-    through = {n for (_, x), y in match.earlier.items() for n in (x.name, y.name, copy_name(y.name, 1))}
-    again = frozenset(f"{n}_r" for n in through)
-    return Repeat(stack.path, stack.first, stack.total, stack.copies, instance, frozenset(apart), again)
-
-
 @dataclass(frozen=True)
-class Folded:
-    """A model captured in few of its blocks.
+class _Traced:
+    """What was traced, and what of the model is needed to make the rest of it.
 
     Attributes:
-        plannable: what is planned; the same size at any depth. ``plannable.repeats`` says what stands for more. Equal to
-            ``whole`` where nothing is repeated.
+        capture: as traced, nothing computed again yet.
+        lists: the model's lists of blocks.
+        stacks: those of them that are captured in few of their blocks.
+        order: positions of parameters and buffers in the model.
         notes: why something that looked repeated is not folded.
     """
 
-    plannable: Capture
+    capture: Capture
+    lists: tuple[BlockList, ...]
+    stacks: tuple[Stack, ...] = ()
+    order: Order = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    _small: Capture | None = None
-    _stacks: tuple[Stack, ...] = ()
-    _order: Order = dataclasses.field(default_factory=dict)
-    _kept: frozenset[str] = frozenset()
+
+    def offset(self, stack: Stack) -> int:
+        """How many blocks run before those of a stack."""
+        paths = [entry.path for entry in self.lists]
+        return sum(entry.total for entry in self.lists[: paths.index(stack.path)])
+
+    def first_group(self, stack: Stack, recompute: Recompute) -> int:
+        """How many of a stack's alike blocks (block 1 and its copies) are in the first of two groups; 0 for one group."""
+        inside = 0 if recompute.blocks is None else recompute.blocks - self.offset(stack) - stack.first
+        return inside if 0 < inside <= stack.copies else 0
+
+    def spliced(self, copies: Callable[[Stack], int]) -> _Spliced:
+        """Copies in every stack, one stack after the other.
+
+        Raises:
+            Unlike: two blocks that should correspond do not.
+        """
+        graph, view, matches = self.capture.gm.graph, self.capture.graph, []
+        for stack in self.stacks:
+            match = correspond(graph, view, stack)
+            matches.append(match)
+            graph, view = splice(graph, view, match, copies(stack), self.order)
+        return _Spliced(graph, view, tuple(matches))
+
+
+def _repeats(match: Match, group: int) -> list[Repeat]:
+    """The records of a stack, of whose alike blocks the first ``group`` are a group of their own (0: all are one)."""
+    stack, copies = match.stack, 3 if group else 1
+    instance = {n.name: p + copies * (p > stack.first) for n, p in match.owner.items()}
+    for k in range(1, copies + 1):
+        instance.update((copy_name(n.name, k), stack.first + k) for n in match.own)
+    numbers = range(copies + 1)
+    summed = [v for op in match.sums for v in op.all_input_nodes if v in match.later]
+    apart = {n for v in summed for n in (v.name, *(copy_name(match.later[v].name, k) for k in numbers))}
+    through = {n for (_, x), y in match.earlier.items() for n in (x.name, *(copy_name(y.name, k) for k in numbers))}
+    common = (instance, frozenset(apart), frozenset(f"{n}_r" for n in through))
+    first = Repeat(stack.path, stack.first, stack.total, group - 1 if group else stack.copies, *common)
+    second = dataclasses.replace(first, copies=stack.copies - group, planned_at=2, whole_at=group)
+    return [first, second] if group else [first]
+
+
+class Folded:
+    """A model captured in few of its blocks, with one choice of what the backward computes again.
+
+    Attributes:
+        recompute: the choice; :meth:`at` gives the same capture with another.
+    """
+
+    def __init__(self, traced: _Traced, recompute: Recompute = NONE, others: dict[Recompute, Folded] | None = None):
+        self._traced, self.recompute = traced, recompute
+        self._others = {} if others is None else others
+        self._others[recompute] = self
+
+    def at(self, recompute: Recompute) -> Folded:
+        """The same capture with another choice; made once.
+
+        Raises:
+            Unlike: the capture cannot be folded so.
+        """
+        return self._others.get(recompute) or Folded(self._traced, recompute, self._others)
+
+    def capture_at(self, recompute: Recompute) -> Capture:
+        """What is planned with another choice."""
+        return self.at(recompute).plannable
+
+    @property
+    def unfolded(self) -> _Unfolded:
+        """The same for planning every block by itself."""
+        return _Unfolded(self)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why something that looked repeated is not folded."""
+        return self._traced.notes
+
+    @property
+    def plannable(self) -> Capture:
+        """What is planned; the same size at any depth. ``plannable.repeats`` says what stands for more."""
+        return self._planned[0]
 
     @property
     def repeats(self) -> tuple[Repeat, ...]:
@@ -95,12 +153,52 @@ class Folded:
         return self.plannable.repeats
 
     @cached_property
+    def num_parts(self) -> int:
+        """How many parts of the program can be recomputed as a whole."""
+        if self._traced.stacks:
+            return sum(entry.total for entry in self._traced.lists)
+        return max(self._parts.values(), default=-1) + 1
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many of the parts, the first ones, may have another level than the rest: each group of a stack has two blocks."""
+        barred: set[int] = set()
+        for stack in self._traced.stacks:
+            start = self._traced.offset(stack) + stack.first
+            barred.update((start + 1, start + stack.copies))
+        return tuple(n for n in range(1, self.num_parts) if n not in barred)
+
+    @cached_property
+    def _parts(self) -> dict[str, int]:
+        return parts_of(self._traced.capture.graph, self._traced.lists)
+
+    @cached_property
+    def _planned(self) -> tuple[Capture, frozenset[str]]:
+        """What is planned, and the values that it keeps for the backward."""
+        traced = self._traced
+        if not traced.stacks:
+            return self._saving_few(traced.capture, self._parts)
+        groups = {s: traced.first_group(s, self.recompute) for s in traced.stacks}
+        if any(n == 1 or n == s.copies for s, n in groups.items()):
+            raise Unlike("a group of repeated blocks holds a single one")
+        spliced = traced.spliced(lambda s: 3 if groups[s] else 1)
+        repeats = tuple(r for m in spliced.matches for r in _repeats(m, groups[m.stack]))
+        names = [name for m in spliced.matches for name in _repeats(m, groups[m.stack])[0].instance]
+        if len(set(names)) != len(names):
+            raise Unlike("an op belongs to two lists of blocks")
+        capture = _with_graph(traced.capture, spliced.graph, spliced.view(), repeats)
+        return self._saving_few(capture, parts_of(capture.graph, traced.lists, _numbers(repeats)))
+
+    def _saving_few(self, capture: Capture, parts: Mapping[str, int]) -> tuple[Capture, frozenset[str]]:
+        kept = remat.choose_kept(capture.graph, remat.policy_of(self.recompute, parts)) if capture.training else set()
+        return remat.save_few(capture, kept), frozenset(kept)
+
+    @cached_property
     def _whole_graph(self) -> tuple[fx.Graph, OpGraph]:
-        assert self._small is not None
-        spliced = _splice_all(self._small, self._stacks, self._order, lambda s: s.copies)
+        spliced = self._traced.spliced(lambda s: s.copies)
         if not self.plannable.training:
             return spliced.graph, spliced.view()
-        return remat.rewritten(spliced.graph, spliced.ends, map_kept(self._kept, self.repeats))
+        return remat.rewritten(spliced.graph, spliced.ends, map_kept(self._planned[1], self.repeats))
 
     @property
     def whole_view(self) -> OpGraph:
@@ -114,7 +212,30 @@ class Folded:
 
     def summary(self) -> list[dict[str, Any]]:
         """Which children of which lists were traced, for :attr:`Plan.folded`."""
-        return [{"list": s.path, "captured": list(s.kept), "of": s.total} for s in self._stacks]
+        return [{"list": s.path, "captured": list(s.kept), "of": s.total} for s in self._traced.stacks]
+
+
+@dataclass(frozen=True)
+class _Unfolded:
+    """Whole captures of what was captured folded."""
+
+    folded: Folded
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return self.folded.counts
+
+    @property
+    def num_parts(self) -> int:
+        return self.folded.num_parts
+
+    def capture_at(self, recompute: Recompute) -> Capture:
+        return self.folded.at(recompute).whole
+
+
+def _numbers(repeats: tuple[Repeat, ...]) -> dict[tuple[str, int], int]:
+    """Index of a block of a folded program to that of a block of the whole model that it stands for, where they differ."""
+    return {(r.path, r.position + k): r.first + r.whole_at + k * r.copies for r in repeats for k in (0, 1)}
 
 
 def _with_graph(capture: Capture, graph: fx.Graph, view: OpGraph, repeats: tuple[Repeat, ...] = ()) -> Capture:
@@ -124,16 +245,15 @@ def _with_graph(capture: Capture, graph: fx.Graph, view: OpGraph, repeats: tuple
 
 def map_kept(kept: frozenset[str], repeats: tuple[Repeat, ...]) -> frozenset[str]:
     """Values kept for the backward in the whole model, from those kept in the planned one."""
+    sources: dict[str, list[str]] = {}
+    for repeat in repeats:
+        for name in repeat.names:
+            sources[repeat.planned(name)] = [repeat.whole(name, k) for k in range(repeat.copies)]
+            sources[repeat.planned(name, 1)] = [repeat.whole(name, repeat.copies)]
     found: set[str] = set()
     for name in kept:
         node, hash_, slot = name.partition("#")
-        repeat = next((r for r in repeats if r.instance.get(node) in (r.first, r.first + 1)), None)
-        if repeat is None:
-            found.add(name)
-        elif repeat.instance[node] == repeat.first:
-            found.update(copy_name(node, k) + hash_ + slot for k in range(repeat.copies))
-        else:
-            found.add(copy_name(node.removesuffix("__1"), repeat.copies) + hash_ + slot)
+        found.update(n + hash_ + slot for n in sources.get(node, [node]))
     return frozenset(found)
 
 
@@ -161,7 +281,8 @@ def capture_folded(
         progress("capture")
         return trace.capture(model, args, kwargs, precision=precision, training=training)
 
-    stacks = find_stacks(model) if fold and isinstance(model, nn.Module) and isinstance(args, tuple) else ()
+    is_call = isinstance(model, nn.Module) and isinstance(args, tuple)
+    stacks = find_stacks(model) if fold and is_call else ()
     for tail in (1, 2) if stacks else ():
         tried = tuple(s for s in (dataclasses.replace(s, tail=tail) for s in stacks) if s.copies > 1)
         if not tried:
@@ -169,12 +290,26 @@ def capture_folded(
         try:
             progress("capture")
             _check_forward(model, args, kwargs or {}, tried)
-            return _folded(model, tried, captured, progress)
+            with shortened(model, tried):
+                small = captured()
+            traced = _Traced(small, find_lists(model, tried), tried, state_order(model))
+            progress("recompute")
+            return _planned(Folded(traced))
         except (Unlike, TraceError) as e:
             notes = [f"{', '.join(s.path for s in tried)}: captured whole, because {e}"]
-    whole = captured()
+    traced = _Traced(captured(), find_lists(model), notes=tuple(notes))
     progress("recompute")
-    return Folded(remat.save_few(whole), tuple(notes))
+    return _planned(Folded(traced))
+
+
+def _planned(folded: Folded) -> Folded:
+    """``folded``, once its program is made.
+
+    Raises:
+        Unlike: it cannot be folded.
+    """
+    assert folded.plannable is not None
+    return folded
 
 
 def _check_forward(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], stacks: tuple[Stack, ...]) -> None:
@@ -191,20 +326,3 @@ def _check_forward(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
     except Exception as e:  # whatever the model raises: its capture says it better
         raise Unlike(f"its forward on fake tensors raises {type(e).__name__}: {e}") from e
     walk.check_stories(whole, short, stacks)
-
-
-def _folded(
-    model: nn.Module, stacks: tuple[Stack, ...], captured: Callable[[], Capture], progress: Callable[[str], None]
-) -> Folded:
-    with shortened(model, stacks):
-        small = captured()
-    order = state_order(model)
-    spliced = _splice_all(small, stacks, order, lambda s: 1)
-    repeats = tuple(map(_repeat, spliced.matches))
-    names = [name for r in repeats for name in r.instance]
-    if len(set(names)) != len(names):
-        raise Unlike("an op belongs to two lists of blocks")
-    capture = _with_graph(small, spliced.graph, spliced.view(), repeats)
-    progress("recompute")
-    kept = remat.choose_kept(capture.graph) if capture.training else set()
-    return Folded(remat.save_few(capture, kept), (), small, stacks, order, frozenset(kept))

@@ -4,22 +4,30 @@ The program is fused and folded once. One axis is solved at once; each other mes
 its compute alone (no tables), then its repeated block alone, then its relaxation, from the lowest bound on. A bound excludes a
 mesh from within the gap on, so the plan's own gap holds over all of them. The named strategies are solved on the meshes that suit them
 and stand beside the plan, which is spelled out and priced again by walking the graph.
+
+Where a program can be had with different recomputation, all that is done for one choice after the other
+(:mod:`~meshwright.planner.levels`), each with the best plan so far to beat.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from meshwright.planner import levels
+from meshwright.planner.correspond import Unlike
 from meshwright.planner.ir.errors import InfeasibleError
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.hardware import Hardware
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.plan import Alternative, MeshTried, Plan
+from meshwright.planner.ir.recompute import LEVELS, Recompute
+from meshwright.planner.levels import Recomputable, Tried
 from meshwright.planner.meshes import LogicalMesh
 from meshwright.planner.on_mesh import Found, OnMesh, Program
-from meshwright.planner.options import Options
+from meshwright.planner.options import Clock, Options
 from meshwright.planner.race import Race
 from meshwright.planner.solve.optimise import Effort
 from meshwright.planner.solve.strategies import STRATEGIES, axis_name_rules, strategy_named
@@ -31,11 +39,13 @@ __all__ = ["STRATEGIES", "Options", "make_plan", "search_plan", "strategy_named"
 _COMPARED = Effort(gap=3e-2, nodes=20)
 
 
-def make_plan(capture: Capture, mesh: MeshShape, hardware: Hardware, options: Options | None = None, **keywords: Any) -> Plan:
+def make_plan(
+    source: Capture | Recomputable, mesh: MeshShape, hardware: Hardware, options: Options | None = None, **keywords: Any
+) -> Plan:
     """Find the best plan on one logical mesh.
 
     Args:
-        capture: the program.
+        source: the program; one that can be had with different recomputation is planned with the best.
         mesh: the logical mesh.
         hardware: device, and one link per mesh axis.
         options: what to search for.
@@ -49,35 +59,114 @@ def make_plan(capture: Capture, mesh: MeshShape, hardware: Hardware, options: Op
     """
     options = replace(options or Options(), **keywords)
     rules = axis_name_rules(mesh) if options.respect_axis_names else ()
-    return search_plan(capture, (LogicalMesh(mesh, hardware, rules, "the axis names"),), options)
+    return search_plan(source, (LogicalMesh(mesh, hardware, rules, "the axis names"),), options)
 
 
-def search_plan(capture: Capture, meshes: Sequence[LogicalMesh], options: Options) -> Plan:
+def search_plan(source: Capture | Recomputable, meshes: Sequence[LogicalMesh], options: Options) -> Plan:
     """Find the best plan over several logical meshes of the same devices.
 
     Args:
-        capture: the program.
+        source: the program; one that can be had with different recomputation is planned with the best.
         meshes: at least one; the one that devices are given in first.
         options: what to search for.
 
     Raises:
         MeshwrightError: as :func:`make_plan`.
     """
-    program = Program.of(capture, meshes[0].hardware, options)
-    return _Search(program, [OnMesh(program, where) for where in meshes]).plan()
+    if not isinstance(source, Capture):
+        return _Levels(source, meshes, options).plan()
+    search = _Search(Program.of(source, meshes[0].hardware, options), meshes)
+    return search.plan(search.race())
+
+
+class _Levels:
+    """One call of :func:`search_plan` for a program that can be had with different recomputation."""
+
+    def __init__(self, source: Recomputable, meshes: Sequence[LogicalMesh], options: Options):
+        self.source, self.meshes, self.options = source, meshes, options
+        self.clock = Clock(options.progress)
+        self.limit_bytes = options.memory_limit(meshes[0].hardware)
+        self.best: Tried[_Search] | None = None
+
+    def plan(self) -> Plan:
+        """Try the choices, and spell out the best."""
+        if self.options.recompute is not None:
+            tried = [self._attempt(Recompute(self.options.recompute))]
+        else:
+            training = self.source.capture_at(Recompute()).training
+            tried = levels.best(self.source, self.limit_bytes, self._attempt, training=training)
+        found = [t.found for t in tried if t.found is not None]
+        search = found[0] if found[0].raced.best is not None else found[-1]
+        plan = search.plan(search.raced)
+        return replace(plan, notes=(*plan.notes, *_recompute_note(tried[1:])))
+
+    def _attempt(self, recompute: Recompute) -> Tried[_Search]:
+        try:
+            with self.clock.phase("recompute"):
+                capture = self.source.capture_at(recompute)
+            program = Program.of(capture, self.meshes[0].hardware, self.options, self.clock, recompute)
+        except Unlike:
+            if not recompute.is_mixed:
+                raise
+            return Tried(recompute, None, math.inf, math.inf, math.inf, False)
+        floor = program.floor_bytes(self.meshes[0].mesh.num_devices)
+        if floor > self.limit_bytes and self.options.recompute is None and recompute.level != LEVELS[-1]:
+            return Tried(recompute, None, math.inf, floor, math.inf, False)
+        tried = _Search(program, self._meshes(recompute)).attempt(math.inf if self.best is None else self.best.step_time_s, floor)
+        if self.best is None or tried.step_time_s < self.best.step_time_s:
+            self.best = tried
+        return tried
+
+    def _meshes(self, recompute: Recompute) -> Sequence[LogicalMesh]:
+        """All meshes for a level; for a mixture of two that on which one of them is best."""
+        found = None if self.best is None or self.best.found is None else self.best.found.raced.best
+        return self.meshes if found is None or not recompute.is_mixed else (found.on.where,)
+
+
+def _recompute_note(others: Sequence[Tried[_Search]]) -> tuple[str, ...]:
+    """What other choices of recomputation would give."""
+    told = [
+        f"{t.recompute}: " + (f"{t.step_time_s:.4g} s per step" if math.isfinite(t.step_time_s) else "no better plan fits")
+        for t in others
+    ]
+    return (f"recomputation that was tried too: {'; '.join(told)}",) if told else ()
 
 
 class _Search:
-    """One call of :func:`search_plan`."""
+    """A program on several meshes.
 
-    def __init__(self, program: Program, meshes: list[OnMesh]):
+    Attributes:
+        raced: what :meth:`race` found.
+    """
+
+    raced: Race
+
+    def __init__(self, program: Program, meshes: Sequence[LogicalMesh]):
         self.program, self.options, self.clock = program, program.options, program.clock
-        self.meshes = meshes
+        self.meshes = [OnMesh(program, where) for where in meshes]
 
-    def plan(self) -> Plan:
-        """Solve, compare, spell out, verify."""
+    def race(self, known_s: float = math.inf) -> Race:
+        """Solve on the meshes, as far as a plan can be faster than one that is known."""
         name = strategy_named(self.options.strategy).name
-        race = Race(name, self.options.effort).run(self.meshes)
+        self.raced = Race(name, self.options.effort, known_s).run(self.meshes)
+        return self.raced
+
+    def attempt(self, known_s: float, floor_bytes: float) -> Tried[_Search]:
+        """What :meth:`race` finds, as one choice of recomputation."""
+        race = self.race(known_s)
+        best_s = race.beat_s if race.best is None else race.best.objective_s
+        is_free = math.isfinite(best_s) and best_s - race.free_bound_s() <= self.options.effort.gap * best_s
+        on = min((on for on, _ in race.tried), key=lambda on: on.unlimited.objective_s) if race.best is None else race.best.on
+        time_s = math.inf if race.best is None else race.best.outcome.step_time_s
+        return Tried(self.program.recompute, self, time_s, floor_bytes, on.free_peak_bytes, is_free)
+
+    def plan(self, race: Race) -> Plan:
+        """Compare, spell out, verify.
+
+        Raises:
+            MeshwrightError: no mesh has a plan.
+        """
+        name = race.name
         if race.best is None:
             raise self._why_none(race)
         best, alternatives = race.best, tuple[Alternative, ...]()

@@ -81,6 +81,7 @@ def _spelled_out(
         meshes=tried,
         folded=blocks.summary(program.clusters),
         notes=_notes(program, found, gap),
+        recompute=program.recompute,
     )
 
 

@@ -38,7 +38,7 @@ def is_forward(op: Op) -> bool:
 class _Weights:
     def __init__(self, graph: ClusterGraph, repeat: Repeat):
         self.repeat = repeat
-        self.first, self.copy = repeat.first, repeat.first + 1
+        self.first, self.copy = repeat.position, repeat.position + 1
         self.cluster_of = {op.name: i for i, c in enumerate(graph.clusters) for op in c.ops}
         self.clusters = graph.clusters
         self.weight = [1] * len(graph.clusters)
@@ -75,14 +75,14 @@ class _Weights:
     def pairs(self) -> Iterator[tuple[int, int]]:
         """Clusters of block 1 with those of its copy."""
         sources = {c.source.value.name: i for i, c in enumerate(self.clusters) if c.source is not None}
-        for name, at in self.repeat.instance.items():
-            if at == self.first:
-                for where, ending in ((self.cluster_of, ""), (self.cluster_of, "_r"), (sources, "")):
-                    a, b = where.get(name + ending), where.get(f"{name}__1{ending}")
-                    if (a is None) != (b is None):
-                        raise Unlike(f"{name}{ending} has no equal in the copy of its block")
-                    if a is not None and b is not None:
-                        yield a, b
+        for name in self.repeat.names:
+            mine, other = self.repeat.planned(name), self.repeat.planned(name, 1)
+            for where, ending in ((self.cluster_of, ""), (self.cluster_of, "_r"), (sources, "")):
+                a, b = where.get(mine + ending), where.get(other + ending)
+                if (a is None) != (b is None):
+                    raise Unlike(f"{mine}{ending} has no equal in the copy of its block")
+                if a is not None and b is not None:
+                    yield a, b
 
     def check(self, pairs: list[tuple[int, int]], colour: list[int]) -> None:
         for a, b in pairs:

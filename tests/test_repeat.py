@@ -13,7 +13,6 @@ from meshwright.planner import blocks, fuse, rules
 from meshwright.planner.alike import MIN_TOTAL, Stack, find_stacks, shortened
 from meshwright.planner.ir.graph import OpGraph, Value
 from meshwright.planner.pinned import folded_pins
-from meshwright.planner.remat import save_few
 from meshwright.planner.repeat import Folded, capture_folded
 from meshwright.planner.trace import capture
 from meshwright.planner.weights import weigh
@@ -93,7 +92,7 @@ BATCH = {"x": torch.linspace(-1, 1, 32).reshape(4, 8)}
 
 
 def same(folded: Folded, model: nn.Module, batch: dict[str, Any], precision: str | None = None) -> None:
-    direct = save_few(capture(model, kwargs=batch, precision=precision))
+    direct = capture_folded(model, kwargs=batch, precision=precision, fold=False).at(folded.recompute).whole
     assert program(folded.whole.graph) == program(direct.graph)
     a, b = run(folded.whole, model, **batch), run(direct, model, **batch)
     assert torch.equal(loss_of(a.output), loss_of(b.output))

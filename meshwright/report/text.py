@@ -84,6 +84,7 @@ def _header(plan: Plan) -> RenderableType:
         (
             ("mesh", f"{plan.mesh} = {plan.mesh.num_devices} x {plan.device}{inside}  ({axes})"),
             ("strategy", f"{plan.strategy}, {plan.precision or 'precision as the model has it'}, {purpose}"),
+            *([("recompute", str(plan.recompute))] if plan.training else []),
         ),
     )
 

@@ -231,15 +231,20 @@ class Repeat:
     The forward of block 1 stands for ``copies`` and that of its copy for one; in the backward it is the other way round. So
     a value is counted as often as it goes to a next block of the same kind, and parameters and kernels ``copies + 1`` times.
 
+    Where the first of the alike blocks are recomputed otherwise than the others, each of the two groups has a record of its
+    own, and the program holds block 1 and three copies: the first two stand for one group, the last two for the other.
+
     Attributes:
         path: dotted path of the list of blocks.
-        first: index of block 1 in the list.
+        first: index in the list, of the program as of the whole model, of the first block that stands for others.
         total: length of the list.
-        copies: how many copies the whole model has.
-        instance: name of an FX node that belongs to a captured block, to that block's position: ``first`` is block 1, the next
-            one its copy. Nodes that compute a forward op again in the backward are not listed.
+        copies: how many copies of block 1 the whole model has.
+        instance: name of an FX node that belongs to a captured block, to that block's position: ``position`` is block 1, the
+            next one its copy. Nodes that compute a forward op again in the backward are not listed.
         apart: values that go from block to block through a sum over all of them: no kernel makes and reads one.
         crossing: values computed again that go from block to block: no kernel does where one would span several blocks.
+        planned_at: number of the copy that is block 1 here: 0, or 2 in the record of a second group.
+        whole_at: number of the copy that it is in the whole model.
     """
 
     path: str
@@ -249,6 +254,27 @@ class Repeat:
     instance: Mapping[str, int]
     apart: frozenset[str] = frozenset()
     crossing: frozenset[str] = frozenset()
+    planned_at: int = 0
+    whole_at: int = 0
+
+    @property
+    def position(self) -> int:
+        """Position of block 1 among the blocks of the program."""
+        return self.first + self.planned_at
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of block 1's nodes without the number of the copy that it is."""
+        ending = f"__{self.planned_at}" if self.planned_at else ""
+        return tuple(n.removesuffix(ending) for n, at in self.instance.items() if at == self.position)
+
+    def planned(self, name: str, k: int = 0) -> str:
+        """Name in the program of block 1's node ``name`` (without number), or with ``k`` 1 of its copy's."""
+        return f"{name}__{self.planned_at + k}" if self.planned_at + k else name
+
+    def whole(self, name: str, k: int) -> str:
+        """Name in the whole model of the node ``name`` of copy ``k``."""
+        return f"{name}__{self.whole_at + k}" if self.whole_at + k else name
 
 
 @dataclass

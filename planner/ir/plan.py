@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from meshwright.planner.ir.errors import PlanFormatError
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.pipeline import Pipeline
+from meshwright.planner.ir.recompute import Recompute
 from meshwright.planner.ir.spec import Placements, format_placements, parse_placements
 
 if TYPE_CHECKING:
@@ -239,6 +240,7 @@ class Plan:
         op_info: what each op is, by name; for reports only.
         pipeline: stages, schedule and micro-batches; None: every rank runs the whole program. With stages, ``mesh`` is the
             mesh inside each of them.
+        recompute: what the backward computes again: ``graph_hash`` is that of the program in which it does.
     """
 
     graph_hash: str
@@ -270,6 +272,7 @@ class Plan:
     input_info: Mapping[str, InputInfo] = field(default_factory=dict)
     op_info: Mapping[str, OpInfo] = field(default_factory=dict)
     pipeline: Pipeline | None = None
+    recompute: Recompute = field(default_factory=Recompute)
     schema_version: int = SCHEMA_VERSION
 
     @cached_property
@@ -282,6 +285,8 @@ class Plan:
         }
         if self.pipeline is not None:
             does["pipeline"] = data["pipeline"]
+        if self.recompute != Recompute():
+            does["recompute"] = data["recompute"]
         return hashlib.sha256(json.dumps(does, sort_keys=True).encode()).hexdigest()
 
     @cached_property
@@ -322,6 +327,7 @@ class Plan:
             "input_info": {k: asdict(v) for k, v in self.input_info.items()},
             "op_info": {k: asdict(v) for k, v in self.op_info.items()},
             "pipeline": None if self.pipeline is None else self.pipeline.to_json_dict(),
+            "recompute": self.recompute.to_json_dict(),
         }
 
     def to_json(self) -> str:
@@ -365,6 +371,7 @@ class Plan:
                     "input_info": {k: _record(InputInfo, v) for k, v in data.get("input_info", {}).items()},
                     "op_info": {k: _record(OpInfo, v) for k, v in data.get("op_info", {}).items()},
                     "pipeline": Pipeline.from_json_dict(data["pipeline"]) if data.get("pipeline") else None,
+                    "recompute": Recompute.from_json_dict(data.get("recompute", {})),
                 }
             )
         except PlanFormatError:

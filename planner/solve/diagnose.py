@@ -17,7 +17,7 @@ _WHAT_TO_DO: Mapping[str, str] = {
     "parameters": "more devices, a smaller model, or a strategy that shards parameters ('zero3', 'tp', 'auto')",
     "gradients": "more devices, or a strategy that shards parameters and with them gradients ('zero3', 'tp', 'auto')",
     "optimizer": "more devices, an optimizer with less state (optimizer='sgd'), or a strategy that shards parameters",
-    "activations": "a smaller batch or sequence per device, more devices, or recomputation",
+    "activations": "a smaller batch or sequence per device, more devices, or more recomputation",
     "working": "a smaller batch or sequence per device: one op's operands and results alone take this",
     "gathered": "a mesh on which the largest parameter can stay sharded in use ('tp'), or a smaller one",
     "buffers": "a model with smaller buffers: they are replicated",
@@ -25,13 +25,16 @@ _WHAT_TO_DO: Mapping[str, str] = {
 }
 
 
-def explain_infeasible(tables: Tables, parts: Sequence[tuple[str, Restriction]], limit: int | None) -> InfeasibleError:
+def explain_infeasible(
+    tables: Tables, parts: Sequence[tuple[str, Restriction]], limit: int | None, recompute: str = "none"
+) -> InfeasibleError:
     """The error for a problem without solution.
 
     Args:
         tables: the problem.
         parts: what was demanded, each with the name it has for the user (``"strategy 'tp'"``, ``"pin '*.weight'"``).
         limit: the memory limit in bytes.
+        recompute: what the backward computes again, in words.
 
     Returns:
         An error to raise, with the binding constraint, and the smallest memory that would fit if that is it.
@@ -46,9 +49,10 @@ def explain_infeasible(tables: Tables, parts: Sequence[tuple[str, Restriction]],
     needed = int(sum(memory.values()) * (1 + 3 * ROW_MARGIN)) + 1
     category = max(memory, key=lambda k: memory[k])
     under = f" under {' and '.join(name for name, _ in parts)}" if parts else ""
+    even = "" if recompute == "none" else f" even with recompute={recompute!r}"
     over = f", over the limit by {_size(needed - limit)}" if limit else ""
     return InfeasibleError(
-        f"no plan on mesh {tables.mesh}{under} fits {_size(limit or 0)} per device: the smallest needs {_size(needed)} ({needed} bytes)"
+        f"no plan on mesh {tables.mesh}{under} fits {_size(limit or 0)} per device{even}: the smallest needs {_size(needed)} ({needed} bytes)"
         f"{over}; {category} take {_size(memory[category])} of it. What helps: {_WHAT_TO_DO.get(category, 'more devices')}",
         binding="memory",
         needed_bytes=needed,

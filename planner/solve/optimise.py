@@ -74,6 +74,21 @@ class Solution:
         return max(0.0, (self.objective_s - self.bound_s) / max(abs(self.objective_s), 1e-30))
 
 
+@dataclass
+class Unlimited:
+    """What is learned on the way about the problem without its memory limit.
+
+    Attributes:
+        chosen: the best candidates met; None where every relaxation was fractional.
+        objective_s: their objective in seconds.
+        bound_s: lower bound of the objective.
+    """
+
+    chosen: tuple[int, ...] | None = None
+    objective_s: float = np.inf
+    bound_s: float = 0.0
+
+
 @dataclass(frozen=True)
 class Excluded:
     """No plan that is good enough: all cost at least ``bound_s``."""
@@ -109,8 +124,9 @@ def optimise_below(
     beat_s: float,
     *,
     objective: str = "time",
+    unlimited: Unlimited | None = None,
 ) -> Solution | Excluded | None:
-    """As :func:`optimise`, but stops as soon as a bound shows that no plan costs less than ``beat_s``."""
+    """As :func:`optimise`, but stops as soon as a bound shows that no plan costs less than ``beat_s``; fills ``unlimited``."""
     if any(not allowed.any() for allowed in restriction.allowed.values()):
         return None
     effort = effort or Effort()
@@ -120,8 +136,10 @@ def optimise_below(
             return None
         restriction = settled
     search = _Search(problem, restriction, cache, effort, objective, beat_s)
+    search.unlimited = unlimited or Unlimited()
     if not search.scan(limited=False):
         return None
+    search.unlimited.bound_s = search.lower / search.scale
     if search.is_beaten():
         return search.excluded()
     if search.chosen is None and search.limit_binds() and not search.scan(limited=True):
@@ -184,6 +202,7 @@ class _Search:
         self.problem, self.restriction, self.cache, self.effort, self.objective = problem, restriction, cache, effort, objective
         self.chosen: tuple[int, ...] | None = None
         self.upper, self.lower = np.inf, -np.inf
+        self.unlimited = Unlimited()
         self.method = "lp"
         self.size = (0, 0)
         self._support: list[list[np.ndarray]] = []
@@ -237,6 +256,8 @@ class _Search:
 
     def _offer(self, objective: float, chosen: tuple[int, ...]) -> None:
         """Keep a plan if it fits and is the best."""
+        if objective / self.scale < self.unlimited.objective_s:
+            self.unlimited.objective_s, self.unlimited.chosen = objective / self.scale, chosen
         limit = self.problem.memory_limit_bytes
         fits = limit is None or self.objective == "memory" or sum(memory_of(self.problem, chosen).values()) <= limit
         if objective < self.upper and fits:

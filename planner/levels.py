@@ -1,0 +1,128 @@
+"""Which level of recomputation a plan takes: one problem per level, a higher one only where memory makes the lower one slower.
+
+    none fits as if there were no limit                        -> none
+    none does not fit, selective does                          -> none in some blocks, selective in the first ones
+    neither fits, full does                                    -> selective in some blocks, full in the first ones
+
+The blocks that run first take the higher level: what the others keep is free again when these are computed again. How many
+blocks, is looked for along the line between the two levels' peaks, then by halving.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from meshwright.planner.ir.graph import Capture
+from meshwright.planner.ir.recompute import LEVELS, Recompute
+
+PROBES = 3
+"""Mixtures tried at most: each is a problem of its own."""
+
+_FINE = 1 / 16
+"""Mixtures closer than this part of all blocks are not told apart."""
+
+
+class Recomputable(Protocol):
+    """A program that can be had with different recomputation.
+
+    Attributes:
+        counts: how many of its parts, the first ones, may have another level than the rest.
+        num_parts: how many parts there are.
+    """
+
+    @property
+    def counts(self) -> Sequence[int]: ...
+
+    @property
+    def num_parts(self) -> int: ...
+
+    def capture_at(self, recompute: Recompute) -> Capture:
+        """The program with a choice of recomputation."""
+        ...
+
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Tried(Generic[Found]):
+    """A choice of recomputation, planned.
+
+    Attributes:
+        recompute: the choice.
+        found: the plan; None where none fits.
+        step_time_s: its time; infinite where none fits.
+        floor_bytes: lower bound of any plan's memory.
+        free_peak_bytes: the peak of the best plan without a limit; infinite where it is not known.
+        is_free: whether no more recomputation can help: the limit makes the plan no slower.
+    """
+
+    recompute: Recompute
+    found: Found | None
+    step_time_s: float
+    floor_bytes: float
+    free_peak_bytes: float
+    is_free: bool
+
+
+Try = Callable[[Recompute], Tried[Found]]
+
+
+def best(program: Recomputable, limit_bytes: int, attempt: Try[Found], *, training: bool) -> list[Tried[Found]]:
+    """All choices that were tried, the best one first.
+
+    Args:
+        program: the program.
+        limit_bytes: memory per device.
+        attempt: plans one choice.
+        training: whether there is a backward at all.
+    """
+    tried: list[Tried[Found]] = []
+    for level in LEVELS if training else LEVELS[:1]:
+        tried.append(attempt(Recompute(level)))
+        if tried[-1].is_free:
+            break
+    chosen = min(range(len(tried)), key=lambda i: tried[i].step_time_s)
+    if chosen and tried[chosen].found is not None:
+        tried += _mixtures(program, limit_bytes, attempt, tried[chosen - 1], tried[chosen])
+    return sorted(tried, key=lambda t: t.step_time_s)
+
+
+def _mixtures(
+    program: Recomputable, limit_bytes: int, attempt: Try[Found], lower: Tried[Found], higher: Tried[Found]
+) -> list[Tried[Found]]:
+    """Plans between two levels: the fewest blocks at the higher one with which a plan fits and is faster."""
+    tried: list[Tried[Found]] = []
+    few, many = 0, program.num_parts
+    fewest, best_s = lower.free_peak_bytes, higher.step_time_s
+    most = higher.free_peak_bytes
+    if math.isinf(fewest):
+        fewest = most + lower.floor_bytes - higher.floor_bytes
+    while len(tried) < PROBES and many - few > max(1, _FINE * program.num_parts):
+        n = _between(program.counts, few, many, _share(fewest, most, limit_bytes))
+        if n is None:
+            break
+        found = attempt(Recompute(higher.recompute.level, n, lower.recompute.level))
+        tried.append(found)
+        if found.step_time_s < best_s:
+            many, most, best_s = n, found.free_peak_bytes, found.step_time_s
+        else:
+            few, fewest = n, found.free_peak_bytes
+    return tried
+
+
+def _share(fewest: float, most: float, limit: float) -> float:
+    """Where between the two ends the peak meets the limit, if it is a straight line; the middle where it does not."""
+    return (fewest - limit) / (fewest - most) if math.inf > fewest > limit > most else 0.5
+
+
+def _between(counts: Sequence[int], few: int, many: int, share: float) -> int | None:
+    """The allowed count at a place between two others."""
+    inside = [n for n in counts if few < n < many]
+    if not inside:
+        return None
+    return inside[min(bisect_left(inside, few + share * (many - few)), len(inside) - 1)]
