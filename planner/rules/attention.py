@@ -3,6 +3,11 @@
 Forward ``(q [B,H,Q,D], k [B,G,K,D], v, mask?) -> out [B,H,Q,D], lse [B,H,Q]``; backward ``(gout, q, k, v, out, lse, ...)
 -> gq, gk, gv``. With fewer key heads ``G`` than query heads, cutting both by one axis keeps each query head beside its
 key head, as both are consecutive.
+
+Cut along the queries, a rank reads all keys and values: they are gathered before, and their gradients are addends. Where to pass
+them round instead (ring exchange), so that no rank ever holds them whole: a row ``S(2),S(2),S(2) -> S(2),S(2)`` here; a local form
+that exchanges pieces and merges results as ``passes.local.forms_attention`` does; and the exchange as a kind of step in
+``planner.ir.redistribute``, priced in ``planner.cost`` as hidden behind the kernels of the piece before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Gather, scatter and indexing by tensors."""
+"""Gather, scatter and indexing by tensors.
+
+Expert parallelism would be rows of the ops by which tokens go to experts and come back: tokens cut on one side, experts on the
+other, and an all-to-all with sizes known only as it runs between them.
+"""
 
 from __future__ import annotations
 
