@@ -79,10 +79,10 @@ _MLP = {"gate_proj": "R,S(1)->S(1)", "up_proj": "R,S(1)->S(1)", "down_proj": "S(
 def test_several_nodes_shard_parameters_between_them_and_the_sequence_inside():
     """ZeRO over the slow axis, tensor parallelism with sequence-sharded norms over the fast one."""
     mesh = MeshShape((2, 4), ("dp", "tp"))
-    plan, graph = _planned(mesh, (2e10, 1e11), 2, 512, 1024, 8, gap=1e-1, respect_axis_names=True)
+    plan, graph = _planned(mesh, (2e10, 1e11), 2, 512, 1024, 8, gap=5e-2, respect_axis_names=True)
     assert {_reads(plan, op) for op in _norms(graph)} == {"S(0)S(1)"}
-    big = [i for i in graph.inputs_of("parameter") if len(i.value.shape) == 2]
-    assert all(plan.inputs[i.value.name][0].is_shard and plan.inputs[i.value.name][1].is_shard for i in big)
+    matrices = [plan.inputs[i.value.name] for i in graph.inputs_of("parameter") if "proj" in i.name]
+    assert matrices and all(p.is_shard for placements in matrices for p in placements)
     inside = {step.kind for step in _activation_steps(plan, graph, 1024) if step.axis == 1}
     assert "all_reduce" not in inside and {"all_gather", "reduce_scatter"} <= inside
 
