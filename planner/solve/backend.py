@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from ortools.graph.python import max_flow
@@ -61,6 +61,7 @@ class Answer:
         objective: value of ``x``.
         bound: proved lower bound of the objective.
         reduced_costs: of a pure linear program, shape [columns]; else None.
+        duals: of a pure linear program, shape [rows]; else None.
     """
 
     status: str
@@ -68,6 +69,7 @@ class Answer:
     objective: float = float("inf")
     bound: float = float("-inf")
     reduced_costs: np.ndarray | None = None
+    duals: np.ndarray | None = None
 
 
 def _proto(program: LinearProgram, integer: bool) -> model_pb2.ModelProto:
@@ -125,7 +127,7 @@ class Solver:
 
     def __init__(self, program: LinearProgram, *, integer: bool):
         """Take the arrays; the relaxation is solved unless ``integer``."""
-        self._num_columns = program.num_columns
+        self._num_columns, self._num_rows = program.num_columns, program.num_rows
         self._integer = integer
         self._model = _proto(program, integer)
 
@@ -169,9 +171,12 @@ class Solver:
         if status in ("infeasible", "unknown") or not result.solutions:
             return Answer(status if status == "infeasible" else "unknown", bound=bound)
         best = result.solutions[0]
-        duals = None if self._integer else _dense(best.dual_solution.reduced_costs, self._num_columns)
         x = _dense(best.primal_solution.variable_values, self._num_columns)
-        return Answer(status, x, best.primal_solution.objective_value, bound, duals)
+        answer = Answer(status, x, best.primal_solution.objective_value, bound)
+        if self._integer:
+            return answer
+        reduced = _dense(best.dual_solution.reduced_costs, self._num_columns)
+        return replace(answer, reduced_costs=reduced, duals=_dense(best.dual_solution.dual_values, self._num_rows))
 
 
 def min_cut(tails: np.ndarray, heads: np.ndarray, capacities: np.ndarray, source: int, sink: int) -> set[int]:

@@ -1,32 +1,33 @@
-"""Solve a problem: price the overlap, then integers only where that leaves a gap.
+"""Solve a problem: bounds by prices, an integer program over what they found useful, then halves of what is left.
 
-The time of a segment is ``exposed + max(compute, hidden)``, at least ``exposed + (1 - w) * compute + w * hidden`` for every
-``w`` in [0, 1]. For fixed weights the program is a sum of flows whose relaxation is integral as a rule and solved in
-milliseconds: a plan and a lower bound at once. The scan looks for the weights of the highest bound. What gap is left is closed by
-an integer program with the overlap in it, over the candidates whose reduced cost does not already prove them useless.
+A scan (:mod:`.scan`) gives a lower bound and plans; candidates that no plan within the gap can use are dropped
+(:mod:`.marginals`); an integer program over the candidates that any relaxation used gives a good plan. What gap is left is closed
+by branch and bound: the two plans that hold the bound down are torn apart (:mod:`.split`), and each half is scanned again.
 
-Source: Lagrangian bound, maximised by cutting planes (Kelley, "The cutting-plane method for solving convex programs", 1960),
-and variable fixing by reduced costs. Measured: PLANNER_FACTS §3.
+Source: Land and Doig, "An automatic method of solving discrete programming problems" (1960), with Lagrangian bounds. Measured:
+PLANNER_FACTS §3; HiGHS alone spent 5-10 s in heuristics where one split and a few relaxations of 0.05 s prove the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from meshwright.planner.solve.backend import Answer, LinearProgram, Solver
+from meshwright.planner.solve.marginals import proved_costs
 from meshwright.planner.solve.price import memory_of
-from meshwright.planner.solve.problem import SEGMENTS, Problem, Restriction
-from meshwright.planner.solve.program import NetworkCache, Program, assemble, largest_memory_bytes
+from meshwright.planner.solve.problem import Problem, Restriction
+from meshwright.planner.solve.program import NetworkCache, Program, assemble
+from meshwright.planner.solve.scan import Cut, Scan
+from meshwright.planner.solve.split import halves
 
-_EXACT = 1e-9
+_EXACT = 1e-6
 _SUPPORT = 1e-7
-# Largest change of a weight at once: with one of compute and hidden nearly free the program is slow, and says little.
-_STEP = 0.5
-# Columns from which candidates that the scan used are combined first.
-_LARGE = 5_000
+# Candidates are dropped for plans better by this part of the gap, so that what is excluded is safely within the gap.
+_PART = 0.95
+# Price of all memory, relative to all else, from which it is asked whether anything fits at all.
+_SCARCE = 10.0
 # A new program is filled when at most this part of the candidates is left.
 _WORTH = 0.7
 
@@ -37,15 +38,17 @@ class Effort:
 
     Attributes:
         gap: relative gap at which to stop.
-        nodes: nodes of an integer program's search tree at most. A count, not a time: equal input, equal plan.
+        nodes: nodes of a search tree at most. A count, not a time: equal input, equal plan.
         time_limit_s: seconds for one integer program, for safety: never reached as a rule, and told when it is.
-        rounds: weights tried by the scan at most.
+        rounds: prices tried by a scan at most.
+        columns: columns of all relaxations together from which on no node is split; a count, as ``nodes``.
     """
 
     gap: float = 1e-2
     nodes: int = 200
     time_limit_s: float = 30.0
     rounds: int = 12
+    columns: int = 600_000
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class Solution:
         chosen: candidate of every choice.
         objective_s: objective in seconds, tie-breaks and penalties included.
         bound_s: proved lower bound of it.
-        method: ``"lp"`` (relaxations alone), ``"mip"``, or ``"mip, limit"`` (stopped before the gap asked for).
+        method: ``"lp"`` (relaxations alone), ``"mip"`` (integer programs too), ``"branch"`` (halves too); with ``", limit"`` where
+            the search stopped before the gap asked for.
         columns: columns of the program.
         rows: rows of the program.
     """
@@ -72,21 +76,6 @@ class Solution:
     def gap(self) -> float:
         """Relative distance of the objective from the bound; 0 where proved optimal."""
         return max(0.0, (self.objective_s - self.bound_s) / max(abs(self.objective_s), 1e-30))
-
-
-@dataclass
-class Unlimited:
-    """What is learned on the way about the problem without its memory limit.
-
-    Attributes:
-        chosen: the best candidates met; None where every relaxation was fractional.
-        objective_s: their objective in seconds.
-        bound_s: lower bound of the objective.
-    """
-
-    chosen: tuple[int, ...] | None = None
-    objective_s: float = np.inf
-    bound_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -124,31 +113,19 @@ def optimise_below(
     beat_s: float,
     *,
     objective: str = "time",
-    unlimited: Unlimited | None = None,
 ) -> Solution | Excluded | None:
-    """As :func:`optimise`, but stops as soon as a bound shows that no plan costs less than ``beat_s``; fills ``unlimited``."""
+    """As :func:`optimise`, but looks only for plans that cost less than ``beat_s``, and stops once there are none."""
     if any(not allowed.any() for allowed in restriction.allowed.values()):
         return None
     effort = effort or Effort()
-    if restriction.avoid and objective == "time":
+    if objective != "time":
+        return _by_integers(problem, restriction, cache, effort, objective)
+    if restriction.avoid:
         settled = _settle_avoided(problem, restriction, cache, effort)
         if settled is None:
             return None
         restriction = settled
-    search = _Search(problem, restriction, cache, effort, objective, beat_s)
-    search.unlimited = unlimited or Unlimited()
-    if not search.scan(limited=False):
-        return None
-    search.unlimited.bound_s = search.lower / search.scale
-    if search.is_beaten():
-        return search.excluded()
-    if search.chosen is None and search.limit_binds() and not search.scan(limited=True):
-        return None
-    if search.is_beaten():
-        return search.excluded()
-    if not search.is_settled() and not search.close():
-        return None
-    return search.solution()
+    return _Search(problem, restriction, cache, effort, beat_s).run()
 
 
 def relaxed_bound_s(
@@ -160,12 +137,29 @@ def relaxed_bound_s(
     """
     if any(not allowed.any() for allowed in restriction.allowed.values()):
         return np.inf
-    search = _Search(problem, restriction, cache, effort, "time", beat_s)
-    if not search.scan(limited=False):
-        return np.inf
-    if not search.is_beaten() and search.chosen is None and search.limit_binds() and not search.scan(limited=True):
-        return np.inf
-    return search.excluded().bound_s
+    return _Search(problem, restriction, cache, effort, beat_s).relaxed_bound_s()
+
+
+def _by_integers(
+    problem: Problem, restriction: Restriction, cache: NetworkCache, effort: Effort, objective: str
+) -> Solution | None:
+    """One relaxation, and one integer program where that is fractional."""
+    program = assemble(problem, restriction, cache, objective=objective)
+    sizes = (program.arrays.num_columns, program.arrays.num_rows)
+    answer = Solver(program.arrays, integer=False).solve(program.arrays.cost)
+    if answer.x is not None and program.is_integral(answer.x):
+        return Solution(program.candidates_of(answer.x), answer.objective, answer.objective, "lp", *sizes)
+    if answer.status == "infeasible":
+        return None
+    answer = Solver(program.arrays, integer=True).solve(
+        program.arrays.cost, gap=effort.gap * 0.9, nodes=effort.nodes, time_limit_s=effort.time_limit_s
+    )
+    if answer.status == "infeasible":
+        return None
+    if answer.x is None:
+        raise RuntimeError(f"no plan was found within {effort.nodes} nodes, and none was excluded: raise the effort")
+    method = "mip" if answer.status == "optimal" else "mip, limit"
+    return Solution(program.candidates_of(answer.x), answer.objective, min(answer.bound, answer.objective), method, *sizes)
 
 
 def _settle_avoided(problem: Problem, restriction: Restriction, cache: NetworkCache, effort: Effort) -> Restriction | None:
@@ -177,185 +171,229 @@ def _settle_avoided(problem: Problem, restriction: Restriction, cache: NetworkCa
     return restriction.merged(Restriction(kept))
 
 
-@dataclass
-class _Cut:
-    """An upper bound of the bound as a function of the weights: ``fixed + (1 - w) @ compute + w @ hidden``."""
+def _may_fit(program: Program, solver: Solver) -> bool:
+    """Whether the least memory of any plan, as far as the relaxation knows it, is within the limit."""
+    assert program.memory is not None
+    least = solver.solve(program.memory)
+    return least.x is not None and least.objective <= 1 + _EXACT
 
-    fixed: float
-    compute: np.ndarray
-    hidden: np.ndarray
+
+@dataclass
+class _Node:
+    """A part of the problem.
+
+    Attributes:
+        restriction: candidates and arcs that are left.
+        scan: what its prices are found by; None before the first relaxation.
+        lower: proved cost of its plans.
+        split: choice to decide next and the candidates on one side; None where only one plan is left.
+    """
+
+    restriction: Restriction
+    scan: Scan | None
+    lower: float
+    split: tuple[int, np.ndarray] | None = None
 
 
 class _Search:
-    """Bounds and plans of one problem, closing in on each other."""
+    """Branch and bound over the candidates."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        restriction: Restriction,
-        cache: NetworkCache,
-        effort: Effort,
-        objective: str,
-        beat_s: float = np.inf,
-    ):
-        self.beat_s = beat_s
-        self.problem, self.restriction, self.cache, self.effort, self.objective = problem, restriction, cache, effort, objective
+    def __init__(self, problem: Problem, restriction: Restriction, cache: NetworkCache, effort: Effort, beat_s: float):
+        self.problem, self.cache, self.effort, self.beat_s = problem, cache, effort, beat_s
+        everything = {g: np.ones(c.num_candidates, dtype=bool) for g, c in enumerate(problem.choices)}
+        self.root = _Node(replace(restriction, allowed={**everything, **restriction.allowed}), None, -np.inf)
         self.chosen: tuple[int, ...] | None = None
-        self.upper, self.lower = np.inf, -np.inf
-        self.unlimited = Unlimited()
-        self.method = "lp"
+        self.upper, self.excluded = np.inf, np.inf
+        """Cost of the best plan; every plan that was dropped costs at least ``excluded``."""
+        self.scale = 1.0
         self.size = (0, 0)
-        self._support: list[list[np.ndarray]] = []
+        self.work = 0
+        self.method = "lp"
+        self._support = [np.zeros(c.num_candidates, dtype=bool) for c in problem.choices]
 
-    # --- pricing the overlap ---
+    def relaxed_bound_s(self) -> float:
+        """The bound of the root's scan in seconds."""
+        self._scan(self.root, self.effort.rounds)
+        return min(self.root.lower, self.excluded) / self.scale
 
-    def scan(self, limited: bool) -> bool:
-        """Look for the weights of the highest bound, keeping the best plan met on the way; False if nothing is feasible."""
-        program, solver = self._relaxation(limited)
-        self._support = []
-        hides = np.array([bool(h.any()) for h in program.hidden])
-        weights = best = np.zeros(len(SEGMENTS))
-        cuts: list[_Cut] = []
-        for _ in range(self.effort.rounds):
-            answer = solver.solve(program.cost_at(weights))
-            if answer.x is None:
-                return self._nothing_better()
-            if answer.objective >= self.lower:
-                best = weights
-            self._learn(program, answer)
-            cuts.append(_Cut(*program.parts(answer.x)))
-            if self.is_settled() or self.is_beaten() or not hides.any():
-                break
-            reach, promising = _highest(cuts, hides)
-            weights = np.clip(promising, best - _STEP, best + _STEP)
-            if reach - self.lower <= self.effort.gap / 3 * abs(reach):
-                break
-            if self._narrow(program, answer):
-                program, solver = self._relaxation(limited)
-        return True
-
-    def _relaxation(self, limited: bool) -> tuple[Program, Solver]:
-        program = assemble(self.problem, self.restriction, self.cache, objective=self.objective, limited=limited)
-        self.scale = program.scale
-        self.size = max(self.size, (program.arrays.num_columns, program.arrays.num_rows))
-        return program, Solver(program.arrays, integer=False)
-
-    def _nothing_better(self) -> bool:
-        """No plan is left: the best one known is optimal, if there is one."""
-        self.lower = self.upper
-        return self.chosen is not None
-
-    def _learn(self, program: Program, answer: Answer) -> None:
-        """Take an answer's bound, and its plan if it is one that fits."""
-        assert answer.x is not None
-        self.lower = max(self.lower, min(answer.objective, self.upper))
-        self._support.append([(c >= 0) & (answer.x[c] > _SUPPORT) for c in program.columns])
-        if program.is_integral(answer.x):
-            fixed, compute, hidden = program.parts(answer.x)
-            self._offer(fixed + float(np.maximum(compute, hidden).sum()), program.candidates_of(answer.x))
-
-    def _offer(self, objective: float, chosen: tuple[int, ...]) -> None:
-        """Keep a plan if it fits and is the best."""
-        if objective / self.scale < self.unlimited.objective_s:
-            self.unlimited.objective_s, self.unlimited.chosen = objective / self.scale, chosen
-        limit = self.problem.memory_limit_bytes
-        fits = limit is None or self.objective == "memory" or sum(memory_of(self.problem, chosen).values()) <= limit
-        if objective < self.upper and fits:
-            self.upper, self.chosen = objective, chosen
-
-    def _narrow(self, program: Program, answer: Answer) -> bool:
-        """Forbid the candidates that no better plan than the best known can use; False where that is not worth a new program.
-
-        A plan with candidate ``c`` costs at least the answer's objective plus the reduced cost of ``c``.
-        """
-        assert answer.reduced_costs is not None
-        slack = self.upper - answer.objective
-        before = sum(int((c >= 0).sum()) for c in program.columns)
-        allowed = {g: (c >= 0) & (answer.reduced_costs[c] <= slack + _EXACT * self.upper) for g, c in enumerate(program.columns)}
-        after = sum(int(mask.sum()) for mask in allowed.values())
-        if not np.isfinite(slack) or after > _WORTH * before or not all(mask.any() for mask in allowed.values()):
-            return False
-        self.restriction = replace(self.restriction, allowed=allowed)
-        return True
-
-    def is_settled(self) -> bool:
-        """Whether the best plan is within the gap."""
-        return self.chosen is not None and self.upper - self.lower <= self.effort.gap * max(abs(self.upper), 1e-30)
-
-    def is_beaten(self) -> bool:
-        """Whether no plan is below what is to be beaten."""
-        return bool(self.lower / self.scale >= self.beat_s)
-
-    def excluded(self) -> Excluded:
-        return Excluded(float(self.lower / self.scale))
-
-    def limit_binds(self) -> bool:
-        """Whether some choice would exceed the memory limit."""
-        limit = self.problem.memory_limit_bytes
-        return self.objective != "memory" and limit is not None and largest_memory_bytes(self.problem, self.restriction) > limit
-
-    # --- closing the gap ---
-
-    def close(self) -> bool:
-        """Integer programs over what may still matter; False if nothing is feasible.
+    def run(self) -> Solution | Excluded | None:
+        """The best plan; what all cost where none is below ``beat_s``; None where nothing fits.
 
         Raises:
             RuntimeError: a limit was reached without any plan found.
         """
-        free = self.restriction
-        if self.size[0] > _LARGE or self.chosen is None:
-            support = {g: np.logical_or.reduce(masks) for g, masks in enumerate(zip(*self._support, strict=True))}
-            self._integers(free.merged(Restriction(support)), proves=False)
-        if self.is_settled():
-            return True
-        status = self._integers(free, proves=True)
-        if self.chosen is None and status != "infeasible":
-            raise RuntimeError(f"no plan was found within {self.effort.nodes} nodes, and none was excluded: raise the effort")
-        return self.chosen is not None
+        open_nodes = [self.root] if self._scan(self.root, self.effort.rounds) else []
+        if open_nodes and not self._is_settled(self.root.lower):
+            self._integers_on_support()
+        lower = self._explore(open_nodes)
+        if np.isfinite(lower) and lower >= self._beat():
+            return Excluded(lower / self.scale)
+        if self.chosen is None:
+            return self._last_resort() if open_nodes else None
+        return Solution(self.chosen, self.upper / self.scale, lower / self.scale, self.method, *self.size)
 
-    def _integers(self, restriction: Restriction, *, proves: bool) -> str:
-        """Solve under a restriction; ``proves`` says whether no better plan breaks it, so that the bound counts."""
-        if not all(mask.any() for mask in restriction.allowed.values()):
-            return "infeasible"
-        program = assemble(self.problem, restriction, self.cache, objective=self.objective)
+    def _beat(self) -> float:
+        return self.beat_s * self.scale
+
+    def _target(self) -> float:
+        """Plans that cost more than this are not looked for."""
+        return min(self.upper * (1 - _PART * self.effort.gap), self._beat())
+
+    def _is_settled(self, lower: float) -> bool:
+        if lower >= self._beat():
+            return True
+        return self.chosen is not None and self.upper - lower <= self.effort.gap * max(abs(self.upper), 1e-30)
+
+    def _explore(self, open_nodes: list[_Node]) -> float:
+        """Split nodes, those with the lowest bound first, until the gap is closed; the proved lower bound."""
+        done = 0
+        while open_nodes:
+            open_nodes.sort(key=lambda n: -n.lower)
+            lower = min(open_nodes[-1].lower, self.excluded, self.upper)
+            if self._is_settled(lower):
+                return lower
+            if done >= self.effort.nodes or self.work >= self.effort.columns:
+                self.method += ", limit"
+                return lower
+            node = open_nodes.pop()
+            done += 1
+            self.method = "branch"
+            open_nodes += [half for half in self._halves(node) if self._scan(half, self.effort.rounds)]
+        return min(self.excluded, self.upper)
+
+    def _halves(self, node: _Node) -> list[_Node]:
+        assert node.split is not None and node.scan is not None
+        g, side = node.split
+        allowed = node.restriction.allowed
+        found = []
+        for part in (side, allowed[g] & ~side):
+            if part.any():
+                masks = {**allowed, g: part}
+                scan = node.scan.inherited([masks[k] for k in range(len(masks))])
+                found.append(_Node(replace(node.restriction, allowed=masks), scan, node.lower))
+        return found
+
+    # --- one node ---
+
+    def _scan(self, node: _Node, rounds: int) -> bool:
+        """Raise the node's bound; False where nothing of it is worth looking at any more."""
+        program, solver = self._relaxation(node.restriction)
+        scan = node.scan or Scan(np.array([bool(h.any()) for h in program.hidden]), program.memory is not None)
+        scan.limited = program.memory is not None
+        prices = scan.propose()[1] if scan.cuts else replace(scan.prices, memory=scan.prices.memory if scan.limited else 0.0)
+        for _ in range(rounds):
+            cost = prices.cost(program)
+            answer = solver.solve(cost)
+            self.work += program.arrays.num_columns
+            if answer.x is None:
+                node.lower = np.inf
+                return False
+            bound = answer.objective - prices.memory
+            node.lower = max(node.lower, bound)
+            scan.add(prices, bound, self._learned(program, answer.x))
+            if node.lower >= self._target():
+                self.excluded = min(self.excluded, node.lower)
+                return False
+            if self._narrow(node, program, cost, bound, answer):
+                program, solver = self._relaxation(node.restriction)
+                scan.limited = program.memory is not None
+            reach, prices = scan.propose()
+            if not (scan.hides.any() or scan.limited) or reach - scan.bound <= self.effort.gap / 3 * abs(reach):
+                break
+            if prices.memory > _SCARCE * scan.seconds():
+                if not _may_fit(program, solver):
+                    node.lower = np.inf
+                    return False
+                break
+        node.scan, node.split = scan, self._split(node, scan)
+        return node.split is not None
+
+    def _relaxation(self, restriction: Restriction) -> tuple[Program, Solver]:
+        program = assemble(self.problem, restriction, self.cache, limited=False)
+        self.scale = program.scale
+        self.size = max(self.size, (program.arrays.num_columns, program.arrays.num_rows))
+        return program, Solver(program.arrays, integer=False)
+
+    def _learned(self, program: Program, x: np.ndarray) -> Cut:
+        """The cut of an answer; its candidates are remembered, and its plan if it is the best."""
+        for g, columns in enumerate(program.columns):
+            self._support[g] |= (columns >= 0) & (x[columns] > _SUPPORT)
+        fixed, compute, hidden = program.parts(x)
+        chosen = program.candidates_of(x) if program.is_integral(x) else None
+        if chosen is not None:
+            self._offer(fixed + float(np.maximum(compute, hidden).sum()), chosen)
+        excess = -1.0 if program.memory is None else float(program.memory @ x) - 1.0
+        return Cut(fixed, compute, hidden, excess, chosen)
+
+    def _offer(self, objective: float, chosen: tuple[int, ...]) -> None:
+        """Keep a plan if it fits and is the best."""
+        limit = self.problem.memory_limit_bytes
+        if objective < self.upper and (limit is None or sum(memory_of(self.problem, chosen).values()) <= limit):
+            self.upper, self.chosen = objective, chosen
+
+    def _narrow(self, node: _Node, program: Program, cost: np.ndarray, bound: float, answer: Answer) -> bool:
+        """Drop candidates with which no plan is better enough than the best known; False where few could be dropped."""
+        target = self._target()
+        if not np.isfinite(target):
+            return False
+        assert answer.reduced_costs is not None and answer.duals is not None
+        proved = proved_costs(program.links, program.columns, cost, bound, answer.reduced_costs, answer.duals)
+        now = [node.restriction.allowed[g] for g in range(len(proved))]
+        kept = [mask & (floor <= target + _EXACT * abs(target)) for mask, floor in zip(now, proved, strict=True)]
+        before, after = (sum(int(mask.sum()) for mask in masks) for masks in (now, kept))
+        if after > _WORTH * before or not all(mask.any() for mask in kept):
+            return False
+        self.excluded = min(self.excluded, target)
+        node.restriction = replace(node.restriction, allowed=dict(enumerate(kept)))
+        return True
+
+    def _split(self, node: _Node, scan: Scan) -> tuple[int, np.ndarray] | None:
+        """Where to tear the node apart; None where one plan is left."""
+        allowed = [node.restriction.allowed[g] for g in range(len(self.problem.choices))]
+        active = scan.active()
+        if active is not None and active[0].chosen is not None and active[1].chosen is not None:
+            plans = (active[0].chosen, active[1].chosen)
+            if all(allowed[g][c] for plan in plans for g, c in enumerate(plan)):
+                limit = self.problem.memory_limit_bytes
+                byte_s = scan.prices.memory / self.scale / limit if limit else 0.0
+                return halves(self.problem, self.cache, *plans, allowed, byte_s)
+        g = max(range(len(allowed)), key=lambda g: int(allowed[g].sum()))
+        several = np.flatnonzero(allowed[g])
+        if len(several) < 2:
+            return None
+        side = np.zeros(len(allowed[g]), dtype=bool)
+        side[several[: len(several) // 2]] = True
+        return g, side
+
+    # --- integer programs ---
+
+    def _integers_on_support(self) -> None:
+        """A good plan from the candidates that any relaxation used."""
+        support = {g: mask & self.root.restriction.allowed[g] for g, mask in enumerate(self._support)}
+        if all(mask.any() for mask in support.values()):
+            self.method = "mip"
+            self._integers(self.root.restriction.merged(Restriction(support)))
+
+    def _last_resort(self) -> Solution | None:
+        """All as one integer program, where no plan was met that fits.
+
+        Raises:
+            RuntimeError: its limit was reached without any plan found.
+        """
+        answer = self._integers(self.root.restriction)
+        if self.chosen is None and answer.status != "infeasible":
+            raise RuntimeError(f"no plan was found within {self.effort.nodes} nodes, and none was excluded: raise the effort")
+        if self.chosen is None:
+            return None
+        self.method = "mip" if answer.status == "optimal" else "mip, limit"
+        return Solution(self.chosen, self.upper / self.scale, min(answer.bound, self.upper) / self.scale, self.method, *self.size)
+
+    def _integers(self, restriction: Restriction) -> Answer:
+        program = assemble(self.problem, restriction, self.cache)
         arrays: LinearProgram = program.with_overlap()
         answer = Solver(arrays, integer=True).solve(
-            arrays.cost, gap=self.effort.gap * 0.9, nodes=self.effort.nodes, time_limit_s=self.effort.time_limit_s
+            arrays.cost, gap=self.effort.gap * 0.5, nodes=self.effort.nodes, time_limit_s=self.effort.time_limit_s
         )
-        self.method = "mip"
         if answer.x is not None:
             self._offer(answer.objective, program.candidates_of(answer.x))
-        if proves:
-            self.lower = max(self.lower, min(answer.bound, self.upper))
-            self.method = "mip" if answer.status in ("optimal", "infeasible") else "mip, limit"
-        return answer.status
-
-    def solution(self) -> Solution:
-        assert self.chosen is not None
-        return Solution(self.chosen, self.upper / self.scale, min(self.lower, self.upper) / self.scale, self.method, *self.size)
-
-
-def _highest(cuts: Sequence[_Cut], hides: np.ndarray) -> tuple[float, np.ndarray]:
-    """The largest value that the cuts allow the bound, and the weights where they do."""
-    segments = len(hides)
-    reach = segments
-    rows, columns, entries = [], [], []
-    for k, cut in enumerate(cuts):
-        rows += [k] * (segments + 1)
-        columns += [*range(segments), reach]
-        entries += [*(cut.compute - cut.hidden), 1.0]
-    free = np.append(hides.astype(float), np.inf)
-    program = LinearProgram(
-        np.append(np.zeros(segments), -1.0),
-        np.zeros(segments + 1),
-        free,
-        np.zeros(segments + 1, dtype=bool),
-        np.full(len(cuts), -np.inf),
-        np.array([cut.fixed + cut.compute.sum() for cut in cuts]),
-        np.array(rows),
-        np.array(columns),
-        np.array(entries, dtype=float),
-    )
-    answer = Solver(program, integer=False).solve(program.cost)
-    assert answer.x is not None
-    return float(answer.x[reach]), np.clip(answer.x[:segments], 0.0, 1.0)
+        return answer

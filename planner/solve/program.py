@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.planner.solve.backend import LinearProgram
+from meshwright.planner.solve.marginals import Link
 from meshwright.planner.solve.network import without_dominated
 from meshwright.planner.solve.paths import Routes, on_some_path
 from meshwright.planner.solve.problem import SEGMENTS, Demand, Flow, Network, Problem, Restriction
@@ -38,6 +39,9 @@ class Program:
         scale: objective units per second.
         compute: scaled compute of each segment by column, shape [segments, columns].
         hidden: scaled communication that can be issued ahead, shape [segments, columns].
+        links: the demands of all flows.
+        memory: what each column takes of the memory that the limit leaves, beside the least that peaks take, shape [columns];
+            None where no choice could exceed the limit.
     """
 
     arrays: LinearProgram
@@ -45,6 +49,8 @@ class Program:
     scale: float
     compute: np.ndarray
     hidden: np.ndarray
+    links: tuple[Link, ...] = ()
+    memory: np.ndarray | None = None
 
     def candidates_of(self, x: np.ndarray) -> tuple[int, ...]:
         """The chosen candidate of every choice: the largest of its columns."""
@@ -110,7 +116,7 @@ class _Rows:
         self.integer.append(integer)
         return len(self.cost) - 1
 
-    def row(self, lower: float, upper: float, entries: Iterable[tuple[int, float]]) -> None:
+    def row(self, lower: float, upper: float, entries: Iterable[tuple[int, float]]) -> int:
         index = len(self.row_lower)
         self.row_lower.append(lower)
         self.row_upper.append(upper)
@@ -118,6 +124,7 @@ class _Rows:
             self._rows.append(index)
             self._columns.append(column)
             self._entries.append(entry)
+        return index
 
     def program(self) -> LinearProgram:
         """The arrays; several entries of one row and column are added up."""
@@ -154,6 +161,13 @@ class NetworkCache:
             self._useful[key] = without_dominated(network, allowed)
         return self._useful[key]
 
+    def routes(self, network: Network, allowed: np.ndarray) -> Routes:
+        """Shortest paths over the useful arcs."""
+        key = (id(network), allowed.tobytes())
+        if key not in self._routes:
+            self._routes[key] = Routes(network, self.useful(network, allowed))
+        return self._routes[key]
+
     def arcs(
         self, network: Network, allowed: np.ndarray, sources: frozenset[int], targets: frozenset[int], alone: bool
     ) -> np.ndarray:
@@ -164,9 +178,7 @@ class NetworkCache:
             return self._arcs[key]
         useful = self.useful(network, allowed)
         if alone:
-            if (id(network), mask) not in self._routes:
-                self._routes[id(network), mask] = Routes(network, useful)
-            found = self._routes[id(network), mask].between(sorted(sources), sorted(targets))
+            found = self.routes(network, allowed).between(sorted(sources), sorted(targets))
         else:
             found = on_some_path(network, useful, sources, targets)
         self._arcs[key] = found
@@ -194,7 +206,9 @@ def assemble(
         build.memory()
     arrays = build.rows.program()
     compute, hidden = (build.dense(vectors, arrays.num_columns) for vectors in (build.compute, build.hidden))
-    return Program(arrays, tuple(build.columns), build.scale, compute, hidden)
+    return Program(
+        arrays, tuple(build.columns), build.scale, compute, hidden, tuple(build.links), build.priced_memory(arrays.num_columns)
+    )
 
 
 class _Assembly:
@@ -209,6 +223,7 @@ class _Assembly:
         self.columns: list[np.ndarray] = []
         self.compute: list[list[tuple[int, float]]] = [[] for _ in SEGMENTS]
         self.hidden: list[list[tuple[int, float]]] = [[] for _ in SEGMENTS]
+        self.links: list[Link] = []
 
     def choices(self) -> None:
         """One binary column per allowed candidate; exactly one is taken."""
@@ -247,8 +262,11 @@ class _Assembly:
         arcs = [self.cache.arcs(flow.network, allowed, sources, targets, alone) for _, targets in demands]
         shared = self._share(flow, arcs)
         for (demand, targets), used in zip(demands, arcs, strict=True):
-            columns = self._flow_columns(flow, used, shared)
-            self._conserve(flow, demand, sources | targets, used, columns)
+            columns, shares = self._flow_columns(flow, used, shared)
+            rows = self._conserve(flow, demand, sources | targets, used, columns)
+            ends = (flow.network.tails[used], flow.network.heads[used])
+            link = (*ends, np.array(columns, dtype=np.int64), np.array(shares, dtype=np.int64), rows)
+            self.links.append(Link(flow.supply, demand.choice, flow.supply_nodes, demand.nodes, *link))
 
     def _nodes(self, choice: int, nodes: np.ndarray) -> frozenset[int]:
         return frozenset(nodes[self.columns[choice] >= 0].tolist())
@@ -277,18 +295,17 @@ class _Assembly:
         users = np.bincount(np.concatenate(arcs), minlength=flow.network.num_arcs)
         return {int(a): self._pay(flow, int(a)) for a in np.flatnonzero(users > 1)}
 
-    def _flow_columns(self, flow: Flow, arcs: np.ndarray, shared: dict[int, int]) -> list[int]:
-        columns = []
+    def _flow_columns(self, flow: Flow, arcs: np.ndarray, shared: dict[int, int]) -> tuple[list[int], list[int]]:
+        """Column by arc, and the row by which it shares a bought arc (-1: it buys the arc itself)."""
+        columns, shares = [], []
         for arc in arcs.tolist():
-            if arc in shared:
-                column = self.rows.column(0.0)
-                self.rows.row(-np.inf, 0.0, ((column, 1.0), (shared[arc], -1.0)))
-            else:
-                column = self._pay(flow, arc)
-            columns.append(column)
-        return columns
+            columns.append(self.rows.column(0.0) if arc in shared else self._pay(flow, arc))
+            bought = ((columns[-1], 1.0), (shared[arc], -1.0)) if arc in shared else None
+            shares.append(-1 if bought is None else self.rows.row(-np.inf, 0.0, bought))
+        return columns, shares
 
-    def _conserve(self, flow: Flow, demand: Demand, ends: frozenset[int], arcs: np.ndarray, columns: list[int]) -> None:
+    def _conserve(self, flow: Flow, demand: Demand, ends: frozenset[int], arcs: np.ndarray, columns: list[int]) -> np.ndarray:
+        """One row a node; row by node, -1 where there is none, shape [nodes]."""
         balance: dict[int, list[tuple[int, float]]] = {node: [] for node in sorted(ends)}
         for arc, column in zip(arcs.tolist(), columns, strict=True):
             balance.setdefault(int(flow.network.tails[arc]), []).append((column, 1.0))
@@ -303,8 +320,10 @@ class _Assembly:
             for column, node in zip(self.columns[demand.choice].tolist(), demand.nodes.tolist(), strict=True):
                 if column >= 0:
                     balance[node].append((column, 1.0))
+        rows = np.full(flow.network.num_nodes, -1, dtype=np.int64)
         for node, entries in balance.items():
-            self.rows.row(-np.inf if node in accepted else 0.0, 0.0, entries)
+            rows[node] = self.rows.row(-np.inf if node in accepted else 0.0, 0.0, entries)
+        return rows
 
     def dense(self, vectors: Sequence[Sequence[tuple[int, float]]], num_columns: int) -> np.ndarray:
         """(column, seconds) pairs by segment as an array, shape [segments, columns]; zero when memory is minimised."""
@@ -329,6 +348,19 @@ class _Assembly:
             return
         for column, amount in entries:
             self.rows.cost[column] += amount * _OBJECTIVE
+
+    def priced_memory(self, num_columns: int) -> np.ndarray | None:
+        """See :attr:`Program.memory`."""
+        limit = self.problem.memory_limit_bytes
+        if not self.timed or limit is None or largest_memory_bytes(self.problem, self.restriction) <= limit:
+            return None
+        floors = (p.weight * max(0.0, *(self._term_range(t)[0] for t in p.terms)) for p in self.problem.peaks if p.terms)
+        room = limit - sum(self.problem.fixed_bytes.values()) - sum(floors)
+        out = np.zeros(num_columns)
+        for g in range(len(self.columns)):
+            for column, size in self._static(g):
+                out[column] = size / max(room, 1.0)
+        return out
 
     def _static(self, g: int) -> list[tuple[int, float]]:
         static = sum(self.problem.choices[g].memory_bytes.values(), np.zeros(len(self.columns[g])))
