@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from meshwright.planner.solve.optimise import Effort, optimise
+from meshwright.planner.solve.backend import Solver
+from meshwright.planner.solve.marginals import proved_costs
+from meshwright.planner.solve.optimise import Effort, Excluded, Solution, optimise, optimise_below, relaxed_bound_s
 from meshwright.planner.solve.paths import cheapest_tree
 from meshwright.planner.solve.price import objective_s, price
 from meshwright.planner.solve.problem import Choice, Demand, Flow, Network, Peak, Problem, Restriction
-from meshwright.planner.solve.program import NetworkCache
+from meshwright.planner.solve.program import NetworkCache, assemble
 
 EXACT = Effort(gap=1e-9, nodes=100_000, rounds=30)
 
@@ -138,6 +141,37 @@ def test_the_optimum_equals_enumeration_on_random_problems(block: int):
         outcome = price(problem, Restriction(), solution.chosen)
         assert objective_s(problem, outcome, solution.chosen) == pytest.approx(expected, abs=1e-5), seed
         assert solution.bound_s <= expected + 1e-5, seed
+
+
+def test_nothing_below_a_cost_is_excluded_unless_enumeration_finds_nothing_below_it_either():
+    for seed in range(120):
+        problem = random_problem(seed)
+        expected = enumerate_best(problem)
+        if expected == np.inf:
+            continue
+        found = optimise_below(problem, Restriction(), NetworkCache(), EXACT, expected * 1.01 + 1e-3)
+        assert isinstance(found, Solution) and found.objective_s == pytest.approx(expected, abs=1e-5), seed
+        none = optimise_below(problem, Restriction(), NetworkCache(), EXACT, expected * 0.99 - 1e-3)
+        assert isinstance(none, Excluded) and none.bound_s <= expected + 1e-5, seed
+        assert relaxed_bound_s(problem, Restriction(), NetworkCache(), EXACT) <= expected + 1e-5, seed
+
+
+def test_no_plan_with_a_candidate_costs_less_than_is_proved_for_it():
+    for seed in range(60):
+        problem = replace(random_problem(seed), memory_limit_bytes=None)
+        program = assemble(problem, Restriction(), NetworkCache())
+        cost = program.cost_at(np.array([0.3, 0.6]))
+        answer = Solver(program.arrays, integer=False).solve(cost)
+        if answer.x is None:
+            continue
+        proved = proved_costs(program.links, program.columns, cost, answer.objective, answer.reduced_costs, answer.duals)
+        for g, choice in enumerate(problem.choices):
+            for c in range(choice.num_candidates):
+                fixed = Restriction({g: np.arange(choice.num_candidates) == c})
+                least = optimise(problem, fixed, NetworkCache(), EXACT)
+                if least is not None:
+                    assert proved[g][c] <= least.objective_s * program.scale * (1 + 1e-6) + 1e-3, (seed, g, c)
+                    assert proved[g][c] >= answer.objective - 1e-3, (seed, g, c)
 
 
 def test_the_cheapest_tree_equals_enumeration():

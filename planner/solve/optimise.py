@@ -19,14 +19,14 @@ from meshwright.planner.solve.marginals import proved_costs
 from meshwright.planner.solve.price import memory_of
 from meshwright.planner.solve.problem import Problem, Restriction
 from meshwright.planner.solve.program import NetworkCache, Program, assemble
-from meshwright.planner.solve.scan import Cut, Scan
+from meshwright.planner.solve.scan import Cut, Prices, Scan
 from meshwright.planner.solve.split import halves
 
 _EXACT = 1e-6
 _SUPPORT = 1e-7
 # Candidates are dropped for plans better by this part of the gap, so that what is excluded is safely within the gap.
 _PART = 0.95
-# Price of all memory, relative to all else, from which it is asked whether anything fits at all.
+# Price of all memory, relative to all else, up to which it is raised.
 _SCARCE = 10.0
 # A new program is filled when at most this part of the candidates is left.
 _WORTH = 0.7
@@ -187,12 +187,14 @@ class _Node:
         scan: what its prices are found by; None before the first relaxation.
         lower: proved cost of its plans.
         split: choice to decide next and the candidates on one side; None where only one plan is left.
+        is_checked: whether the least memory of its plans may fit.
     """
 
     restriction: Restriction
     scan: Scan | None
     lower: float
     split: tuple[int, np.ndarray] | None = None
+    is_checked: bool = False
 
 
 class _Search:
@@ -270,7 +272,7 @@ class _Search:
             if part.any():
                 masks = {**allowed, g: part}
                 scan = node.scan.inherited([masks[k] for k in range(len(masks))])
-                found.append(_Node(replace(node.restriction, allowed=masks), scan, node.lower))
+                found.append(_Node(replace(node.restriction, allowed=masks), scan, node.lower, is_checked=True))
         return found
 
     # --- one node ---
@@ -301,12 +303,23 @@ class _Search:
             if not (scan.hides.any() or scan.limited) or reach - scan.bound <= self.effort.gap / 3 * abs(reach):
                 break
             if prices.memory > _SCARCE * scan.seconds():
+                break
+            if prices.memory and not node.is_checked:
+                node.is_checked = True
                 if not _may_fit(program, solver):
                     node.lower = np.inf
                     return False
-                break
         node.scan, node.split = scan, self._split(node, scan)
+        if node.split is None:
+            self._take_last(node)
         return node.split is not None
+
+    def _take_last(self, node: _Node) -> None:
+        """Price the one plan that is left."""
+        program, solver = self._relaxation(node.restriction)
+        answer = solver.solve(Prices().cost(program))
+        if answer.x is not None:
+            self._learned(program, answer.x)
 
     def _relaxation(self, restriction: Restriction) -> tuple[Program, Solver]:
         program = assemble(self.problem, restriction, self.cache, limited=False)

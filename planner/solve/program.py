@@ -27,6 +27,8 @@ from meshwright.planner.solve.problem import SEGMENTS, Demand, Flow, Network, Pr
 # The objective is scaled so that a typical problem's is about this, well above the solver's tolerances (1e-7).
 _OBJECTIVE = 1e4
 _INTEGRAL = 1e-6
+# The least part of the memory limit that is taken to be free, so that numbers stay moderate where nothing fits.
+_LEAST_ROOM = 1e-3
 
 
 @dataclass(frozen=True)
@@ -359,7 +361,7 @@ class _Assembly:
         out = np.zeros(num_columns)
         for g in range(len(self.columns)):
             for column, size in self._static(g):
-                out[column] = size / max(room, 1.0)
+                out[column] = size / max(room, _LEAST_ROOM * limit)
         return out
 
     def _static(self, g: int) -> list[tuple[int, float]]:
