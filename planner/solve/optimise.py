@@ -78,6 +78,21 @@ class Solution:
         return max(0.0, (self.objective_s - self.bound_s) / max(abs(self.objective_s), 1e-30))
 
 
+@dataclass
+class Unlimited:
+    """What is learned on the way about the problem without its memory limit.
+
+    Attributes:
+        chosen: the best candidates met; None where every relaxation was fractional.
+        objective_s: their objective in seconds.
+        bound_s: lower bound of the objective; weak where the limit binds.
+    """
+
+    chosen: tuple[int, ...] | None = None
+    objective_s: float = np.inf
+    bound_s: float = 0.0
+
+
 @dataclass(frozen=True)
 class Excluded:
     """No plan that is good enough: all cost at least ``bound_s``."""
@@ -113,8 +128,10 @@ def optimise_below(
     beat_s: float,
     *,
     objective: str = "time",
+    unlimited: Unlimited | None = None,
 ) -> Solution | Excluded | None:
-    """As :func:`optimise`, but looks only for plans that cost less than ``beat_s``, and stops once there are none."""
+    """As :func:`optimise`, but looks only for plans that cost less than ``beat_s``, and stops once there are none; fills
+    ``unlimited``."""
     if any(not allowed.any() for allowed in restriction.allowed.values()):
         return None
     effort = effort or Effort()
@@ -125,7 +142,7 @@ def optimise_below(
         if settled is None:
             return None
         restriction = settled
-    return _Search(problem, restriction, cache, effort, beat_s).run()
+    return _Search(problem, restriction, cache, effort, beat_s, unlimited).run()
 
 
 def relaxed_bound_s(
@@ -200,13 +217,24 @@ class _Node:
 class _Search:
     """Branch and bound over the candidates."""
 
-    def __init__(self, problem: Problem, restriction: Restriction, cache: NetworkCache, effort: Effort, beat_s: float):
+    def __init__(
+        self,
+        problem: Problem,
+        restriction: Restriction,
+        cache: NetworkCache,
+        effort: Effort,
+        beat_s: float,
+        unlimited: Unlimited | None = None,
+    ):
         self.problem, self.cache, self.effort, self.beat_s = problem, cache, effort, beat_s
         everything = {g: np.ones(c.num_candidates, dtype=bool) for g, c in enumerate(problem.choices)}
         self.root = _Node(replace(restriction, allowed={**everything, **restriction.allowed}), None, -np.inf)
         self.chosen: tuple[int, ...] | None = None
         self.upper, self.excluded = np.inf, np.inf
         """Cost of the best plan; every plan that was dropped costs at least ``excluded``."""
+        self.unlimited = unlimited or Unlimited()
+        self.has_charged = False
+        """Whether memory was charged for: bounds from then on hold only for plans within the limit."""
         self.scale = 1.0
         self.size = (0, 0)
         self.work = 0
@@ -228,11 +256,17 @@ class _Search:
         if open_nodes and not self._is_settled(self.root.lower):
             self._integers_on_support()
         lower = self._explore(open_nodes)
+        self._learn_unlimited(lower)
         if np.isfinite(lower) and lower >= self._beat():
             return Excluded(lower / self.scale)
         if self.chosen is None:
             return self._last_resort() if open_nodes else None
         return Solution(self.chosen, self.upper / self.scale, lower / self.scale, self.method, *self.size)
+
+    def _learn_unlimited(self, bound: float) -> None:
+        """Take a bound that holds for all plans as long as memory was not charged for."""
+        if not self.has_charged and np.isfinite(bound):
+            self.unlimited.bound_s = max(self.unlimited.bound_s, min(bound, self.excluded) / self.scale)
 
     def _beat(self) -> float:
         return self.beat_s * self.scale
@@ -285,6 +319,7 @@ class _Search:
         prices = scan.propose()[1] if scan.cuts else replace(scan.prices, memory=scan.prices.memory if scan.limited else 0.0)
         for _ in range(rounds):
             cost = prices.cost(program)
+            self.has_charged |= prices.memory > 0
             answer = solver.solve(cost)
             self.work += program.arrays.num_columns
             if answer.x is None:
@@ -292,6 +327,8 @@ class _Search:
                 return False
             bound = answer.objective - prices.memory
             node.lower = max(node.lower, bound)
+            if node is self.root:
+                self._learn_unlimited(bound)
             scan.add(prices, bound, self._learned(program, answer.x))
             if node.lower >= self._target():
                 self.excluded = min(self.excluded, node.lower)
@@ -340,6 +377,8 @@ class _Search:
 
     def _offer(self, objective: float, chosen: tuple[int, ...]) -> None:
         """Keep a plan if it fits and is the best."""
+        if objective / self.scale < self.unlimited.objective_s:
+            self.unlimited.objective_s, self.unlimited.chosen = objective / self.scale, chosen
         limit = self.problem.memory_limit_bytes
         if objective < self.upper and (limit is None or sum(memory_of(self.problem, chosen).values()) <= limit):
             self.upper, self.chosen = objective, chosen
