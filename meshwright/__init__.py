@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         NoRuleError as NoRuleError,
         PlanFormatError as PlanFormatError,
         RuntimeMismatchError as RuntimeMismatchError,
+        StepError as StepError,
         TraceError as TraceError,
         VerifyError as VerifyError,
     )
@@ -52,6 +53,7 @@ _HOME = {
     "NoRuleError": "meshwright.planner.ir.errors",
     "PlanFormatError": "meshwright.planner.ir.errors",
     "InfeasibleError": "meshwright.planner.ir.errors",
+    "StepError": "meshwright.planner.ir.errors",
     "VerifyError": "meshwright.planner.ir.errors",
     "RuntimeMismatchError": "meshwright.planner.ir.errors",
 }

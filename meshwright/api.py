@@ -141,6 +141,7 @@ def autoparallelize(
     micro_batches: int | None = None,
     schedule: str | None = None,
     stages_per_rank: int | None = None,
+    timeout_s: float | None = None,
     fold_capture: bool = True,
 ) -> ParallelModule | PipelineModule:
     """Make the module that trains across ``mesh``. Call it on every rank, with the same arguments.
@@ -156,6 +157,8 @@ def autoparallelize(
         example_inputs: as for :func:`plan`. None: plan at the first call, with that call's batch.
         plan: a plan made before for this model and mesh; nothing is searched then.
         compile: whether forward and backward go through Inductor.
+        timeout_s: how long a rank waits for its neighbours in a step over pipeline stages before all end with a :class:`StepError`;
+            it must cover the longest compilation and stall. Default: the process group's own timeout.
         batch: ``"global"``: every rank passes the whole batch; ``"local"``: its own piece, as ``plan.inputs`` says.
         outputs: ``"auto"``: a loss comes as a plain tensor and what is beside it as DTensors; ``"full"``: all plain and whole.
         strategy, precision, hardware, memory_limit, recompute, optimizer, pins, on_missing_rule, degrees, logical_mesh,
@@ -191,7 +194,7 @@ def autoparallelize(
         recompute,
     )
     target = replace(target_of(device_mesh, hardware), searched=isinstance(mesh, DeviceMesh))
-    maker = Maker(device_mesh, target, request, plan, batch, outputs, compile)
+    maker = Maker(device_mesh, target, request, plan, batch, outputs, compile, timeout_s)
     if example_inputs is not None:
         return maker.make(model, call_of(example_inputs))
     if (plan is not None and plan.pipeline is not None) or (plan is None and request.in_stages(target) is not None):

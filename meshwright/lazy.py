@@ -35,7 +35,7 @@ class Maker:
     Attributes:
         mesh: the running mesh, as the user made it; ``target`` its devices.
         request: what to plan; ``plan``: a plan given by the user instead, or None.
-        batch, outputs, compile: as in ``autoparallelize``.
+        batch, outputs, compile, timeout_s: as in ``autoparallelize``.
     """
 
     mesh: DeviceMesh
@@ -45,6 +45,7 @@ class Maker:
     batch: str
     outputs: str
     compile: bool
+    timeout_s: float | None = None
 
     def make(self, model: nn.Module, call: Call) -> runtime.ParallelModule | PipelineModule:
         """Plan for one call and build the module."""
@@ -55,7 +56,15 @@ class Maker:
             capture = self._capture_for(plan, model, call)
         replan = partial(self.replan, plan.mesh.sizes)
         return runtime.build(
-            model, capture, plan, self.mesh, batch=self.batch, outputs=self.outputs, compile=self.compile, replan=replan
+            model,
+            capture,
+            plan,
+            self.mesh,
+            batch=self.batch,
+            outputs=self.outputs,
+            compile=self.compile,
+            replan=replan,
+            timeout_s=self.timeout_s,
         )
 
     def _capture_for(self, plan: Plan, model: nn.Module, call: Call) -> Capture:

@@ -8,11 +8,11 @@ an error of its own, or one that reports none although all others do.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,8 +101,8 @@ class Journal:
     def _key(self, rank: int) -> str:
         return f"meshwright/{self._name}/{rank}"
 
-    def fail(self, error: BaseException, *, own: bool) -> list[Report]:
-        """Write that this rank failed and collect what the others wrote.
+    def fail(self, error: BaseException, *, own: bool) -> None:
+        """Write that this rank failed.
 
         Args:
             error: what it caught.
@@ -110,31 +110,34 @@ class Journal:
         """
         self.close()
         text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        try:
+        with contextlib.suppress(Exception):  # the rank that keeps the store may be gone
             self._write("raised" if own else "cut off", text)
-            return self._collect(wait=not own)
-        except Exception:  # the rank that keeps the store is gone
+
+    def collect(self, *, wait: bool) -> list[Report]:
+        """What every rank wrote last; [] where the store is gone.
+
+        Args:
+            wait: whether to give ranks time to write what they noticed, unless one has raised.
+        """
+        deadline = time.monotonic() + (_GRACE_S if wait else 0.0)
+        try:
+            while True:
+                reports = self._reports()
+                told = any(r.state == "raised" for r in reports) or all(r.state != "running" for r in reports)
+                if told or time.monotonic() >= deadline:
+                    return reports
+                time.sleep(0.05)
+        except Exception:
             return []
 
-    def _collect(self, *, wait: bool) -> list[Report]:
-        deadline = time.monotonic() + _GRACE_S
-        while True:
-            reports = self._reports()
-            silent = [r for r in reports.values() if r.state == "running"]
-            if not wait or not silent or time.monotonic() > deadline:
-                return list(reports.values())
-            if any(r.state == "raised" for r in reports.values()):
-                return list(reports.values())
-            time.sleep(0.05)
-
-    def _reports(self) -> Mapping[int, Report]:
-        found = {}
+    def _reports(self) -> list[Report]:
+        found = []
         for rank in self.ranks:
             key = self._key(rank)
             if self._store.check([key]):
-                found[rank] = Report(rank, *json.loads(self._store.get(key).decode()))
+                found.append(Report(rank, *json.loads(self._store.get(key).decode())))
             else:
-                found[rank] = Report(rank, "running", "in its first action", "", 0.0)
+                found.append(Report(rank, "running", "in its first action", "", 0.0))
         return found
 
 

@@ -225,6 +225,7 @@ def build(
     outputs: str | None = None,
     compile: bool = False,
     replan: Replan | None = None,
+    timeout_s: float | None = None,
 ) -> ParallelModule | PipelineModule:
     """Place a model on a mesh as a plan says. Collective: every rank of the mesh calls it with equal arguments.
 
@@ -237,6 +238,7 @@ def build(
         batch: ``"global"``: every rank is given the whole batch; ``"local"``: its own piece (``plan.inputs``).
         outputs: ``"auto"`` (default) or ``"full"``, see :class:`ParallelModule`.
         compile: whether the graphs go through Inductor.
+        timeout_s: how long a rank waits for others in a step over pipeline stages; None: as the process group was made with.
         replan: makes programs for further calls (other shapes, evaluation mode); without it such calls are errors.
 
     Raises:
@@ -246,7 +248,7 @@ def build(
     _check_option("batch", batch, ("global", "local"))
     _check_option("outputs", outputs or "auto", ("auto", "full"))
     if plan.pipeline is not None:
-        return build_pipeline(model, capture, plan, device_mesh, batch=batch, compile=compile)
+        return build_pipeline(model, capture, plan, device_mesh, batch=batch, compile=compile, timeout_s=timeout_s)
     check_mesh(device_mesh)
     shape = mesh_shape(device_mesh)
     facts = {

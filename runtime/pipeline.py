@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -119,6 +121,8 @@ class PipelineModule(nn.Module):
         return self._run(batch, training=False)
 
     def _run(self, batch: Any, *, training: bool) -> torch.Tensor:
+        if not hasattr(self, "_engine"):
+            raise StepError("an earlier step failed and ended the process group: restart the job from a checkpoint")
         parameters = self._tree.parameters()
         given = self._given(batch, parameters)
         try:
@@ -231,12 +235,12 @@ class PipelineModule(nn.Module):
 
     def _failed(self, error: Exception) -> MeshwrightError:
         """End the process group, so that nobody waits for this rank, and say whose fault it was."""
-        action, rank = self._journal.action, dist.get_rank()
+        action, rank, place = self._journal.action, dist.get_rank(), self._mesh.rank
         own = not _is_of_communication(error)
-        reports = self._journal.fail(error, own=own)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        where = f"rank {rank} (pipeline rank {self._mesh.rank})"
+        self._journal.fail(error, own=own)
+        self._end_groups(error)
+        reports = self._journal.collect(wait=not own)
+        where = f"rank {rank} (pipeline rank {place})"
         if own:
             text = f"{where} failed while {action}: {type(error).__name__}: {error}"
             return StepError(f"{text}; the process group is destroyed, so that the other ranks end too", rank=rank, action=action)
@@ -251,6 +255,20 @@ class PipelineModule(nn.Module):
             rank=None if guilty is None else guilty.rank,
             action="" if guilty is None else guilty.action,
         )
+
+    def _end_groups(self, error: BaseException) -> None:
+        """Destroy the process groups. Connections close with the last reference, and work under way holds some, in the frames of
+        the failed step: until they close, ranks further away go on waiting."""
+        self._mesh.forget_groups()
+        del self._engine, self._book, self._mesh
+        self._runs.clear()
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__context__
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
 
     # --- gradients and state --------------------------------------------------------------------------------------
 
@@ -300,9 +318,18 @@ def _is_of_communication(error: Exception) -> bool:
 
 
 def build_pipeline(
-    model: nn.Module, capture: Capture, plan: Plan, device_mesh: DeviceMesh, *, batch: str, compile: bool
+    model: nn.Module,
+    capture: Capture,
+    plan: Plan,
+    device_mesh: DeviceMesh,
+    *,
+    batch: str,
+    compile: bool,
+    timeout_s: float | None = None,
 ) -> PipelineModule:
     """Place a model in stages on a mesh with a ``pp`` axis. Collective: every rank calls it with equal arguments.
+
+    ``timeout_s`` is how long a rank waits for its neighbours in a step; None: as long as the process group was made to.
 
     Raises:
         InputError: a wrong option, mesh, plan or model.
@@ -312,7 +339,7 @@ def build_pipeline(
     assert isinstance(pipeline, Pipeline)
     check_mesh(device_mesh)
     check_schedule(pipeline.schedule, pipeline.degree, pipeline.num_stages, pipeline.micro_batches)
-    mesh = StageMesh.of(device_mesh, pipeline, plan.mesh)
+    mesh = StageMesh.of(device_mesh, pipeline, plan.mesh, timeout_s)
     if batch != "global":
         raise InputError("a plan with stages takes the global batch on every rank: batch='local' is for plans without stages")
     shape = mesh_shape(mesh.inside)

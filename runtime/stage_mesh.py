@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -40,10 +41,16 @@ class StageMesh:
     pipeline: Pipeline
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, pipeline: Pipeline, shape: MeshShape) -> StageMesh:
+    def of(cls, mesh: DeviceMesh, pipeline: Pipeline, shape: MeshShape, timeout_s: float | None = None) -> StageMesh:
         """Arrange the ranks of ``mesh`` in a pipeline axis, its ``pp`` axis or else the outermost, and the axes of ``shape``.
 
         Makes the process groups that are missing: collective over the ranks of ``mesh``.
+
+        Args:
+            mesh: torch's mesh.
+            pipeline: the plan's stages.
+            shape: the plan's mesh, inside a stage.
+            timeout_s: how long a rank waits for others along the pipeline axis; None: as the process group was made with.
 
         Raises:
             InputError: it has a ``pp`` axis of another size.
@@ -61,7 +68,12 @@ class StageMesh:
             mesh = DeviceMesh(mesh.device_type, mesh.mesh.movedim(axis, 0).contiguous(), mesh_dim_names=order)
         inner = tuple(f"in_{n}" if n == PIPELINE_AXIS else n for n in shape.names)
         whole = logical_mesh(mesh, MeshShape((pipeline.degree, *shape.sizes), (PIPELINE_AXIS, *inner)), named=True)
-        return cls(whole, whole[inner], whole.get_group(0), whole.get_local_rank(0), pipeline)
+        found = cls(whole, whole[inner], whole.get_group(0), whole.get_local_rank(0), pipeline)
+        if timeout_s is None:
+            return found
+        along = found._new_group(tuple(range(pipeline.degree)), timedelta(seconds=timeout_s))
+        assert along is not None
+        return replace(found, along=along)
 
     @property
     def degree(self) -> int:
@@ -81,16 +93,22 @@ class StageMesh:
 
         Collective over the whole mesh: every rank makes every group, in the same order.
         """
-        if len(ranks) == self.degree:
-            return self.along
+        return self.along if len(ranks) == self.degree else self._new_group(ranks, None)
+
+    def _new_group(self, ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup | None:
         lines = self.whole.mesh.movedim(0, -1).reshape(-1, self.degree)
         mine = None
         for line in lines.tolist():
             members = [line[r] for r in ranks]
-            group = dist.new_group(members)
+            group = dist.new_group(members, timeout=timeout)
             if dist.get_rank() in members:
                 mine = group
         return mine
+
+    def forget_groups(self) -> None:
+        """Let go of the process groups that the meshes remember: connections close with the last reference to a group."""
+        for mesh in (self.whole, self.inside):
+            getattr(mesh, "_pg_registry", {}).clear()  # torch 2.13; a release without it has nothing to let go of
 
     def new_name(self) -> str:
         """A name for what belongs to one module; equal on all ranks, since all make modules in the same order."""

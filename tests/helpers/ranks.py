@@ -97,7 +97,7 @@ def _child(
         payload, status = pickle.dumps((False, traceback.format_exc())), 1
     conn.send_bytes(payload)
     conn.close()
-    if status == 0:
+    if status == 0 and dist.is_initialized():
         dist.destroy_process_group()
     os._exit(status)
 
