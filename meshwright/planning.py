@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from meshwright.planner.ir.pipeline import SCHEDULES
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.recompute import LEVELS
 from meshwright.planner.ir.spec import parse_placements
-from meshwright.planner.meshes import LogicalMesh, MeshRequest, logical_meshes
+from meshwright.planner.meshes import LogicalMesh, MeshRequest, finer, logical_meshes
 from meshwright.planner.pipelined import PipelineRequest, with_pipeline
 from meshwright.planner.repeat import Folded, capture_folded
 from meshwright.planner.solve.memory import RESERVE
@@ -207,9 +208,10 @@ def _plan_whole(captured: Folded, target: Target, request: Request, model: str, 
     """The plan of the whole program on all devices of ``target``."""
     options = request.options(model, tell)
     meshes = logical_meshes(target.topology, request.mesh_request(), search=target.searched)
-    found, notes = _folded_plan(captured, meshes, options, tell)
+    split = partial(finer, target.topology) if len(meshes) > 1 else None
+    found, notes = _folded_plan(captured, meshes, options, split, tell)
     if found is None:
-        found = search.search_plan(captured.unfolded, meshes, options)
+        found = search.search_plan(captured.unfolded, meshes, options, split)
     return replace(found, notes=(*found.notes, *captured.notes, *notes))
 
 
@@ -231,13 +233,17 @@ def _plan_in_stages(
 
 
 def _folded_plan(
-    captured: Folded, meshes: Sequence[LogicalMesh], options: search.Options, tell: debug.Progress
+    captured: Folded,
+    meshes: Sequence[LogicalMesh],
+    options: search.Options,
+    split: search.Finer | None,
+    tell: debug.Progress,
 ) -> tuple[Plan | None, tuple[str, ...]]:
     """The plan of the folded program said of the whole one; None, and why, where it does not stand for it."""
     if not captured.repeats:
         return None, ()
     try:
-        found = search.search_plan(captured, meshes, options)
+        found = search.search_plan(captured, meshes, options, split)
     except Unlike as e:
         return None, (f"planned whole: {e}",)
     tell("expand")

@@ -115,23 +115,26 @@ def logical_meshes(topology: Topology, request: MeshRequest, *, search: bool) ->
     shapes = [s for s in factorisations(topology.shape.num_devices, AXES) if request.pinned_axes in (None, len(s))]
     plain = _plain(topology.shape)
     found = [_arranged(topology, MeshShape.of(*sizes)) for sizes in shapes if sizes != plain.sizes and topology.ascending(sizes)]
-    if request.pinned_axes in (None, plain.num_axes):
+    if request.pinned_axes in (None, plain.num_axes) and plain.num_axes <= AXES:
         found.insert(0, _arranged(topology, plain))
     return tuple(found) or (given,)
 
 
 def finer(topology: Topology, where: LogicalMesh) -> tuple[LogicalMesh, ...]:
-    """The meshes that split one axis of ``where`` in two: they can do all that it can, over more collectives."""
-    if where.mesh.num_axes >= MOST_AXES or where.rules:
-        return ()
+    """The meshes of three axes that split one axis of ``where`` in two, and the given one if it has three."""
     sizes = where.mesh.sizes
-    shapes = dict.fromkeys(
+    if len(sizes) != MOST_AXES - 1 or where.rules:
+        return ()
+    splits = [
         (*sizes[:axis], a, size // a, *sizes[axis + 1 :])
         for axis, size in enumerate(sizes)
         for a in range(2, size)
         if size % a == 0
-    )
-    return tuple(_arranged(topology, MeshShape.of(*shape)) for shape in shapes if topology.ascending(shape))
+    ]
+    plain = _plain(topology.shape)
+    given = [plain] if plain.num_axes == MOST_AXES else []
+    shapes = [MeshShape.of(*split) for split in dict.fromkeys(splits) if split not in [p.sizes for p in given]]
+    return tuple(_arranged(topology, shape) for shape in (*given, *shapes) if topology.ascending(shape.sizes))
 
 
 def factorisations(devices: int, axes: int) -> tuple[tuple[int, ...], ...]:

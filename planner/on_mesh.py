@@ -15,7 +15,7 @@ from typing import Any
 from meshwright.planner import blocks, fuse, rules
 from meshwright.planner.correspond import Unlike
 from meshwright.planner.cost import CostModel
-from meshwright.planner.ir.cluster import ClusterGraph, ClusterRow
+from meshwright.planner.ir.cluster import ClusterGraph
 from meshwright.planner.ir.errors import InfeasibleError, NoRuleError
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.hardware import Hardware
@@ -24,12 +24,13 @@ from meshwright.planner.ir.recompute import Recompute
 from meshwright.planner.meshes import LogicalMesh
 from meshwright.planner.options import Clock, Options
 from meshwright.planner.pinned import folded_pins
+from meshwright.planner.solve.candidates import Edges, edges
 from meshwright.planner.solve.diagnose import ROW_MARGIN, explain_infeasible
 from meshwright.planner.solve.floor import Floors
 from meshwright.planner.solve.follow import rows_following_batch
 from meshwright.planner.solve.memory import optimizer_bytes
 from meshwright.planner.solve.optimise import Effort, Excluded, Solution, Unlimited, optimise_below, relaxed_bound_s
-from meshwright.planner.solve.outline import repeated_part, with_floor_of_the_rest
+from meshwright.planner.solve.outline import part_of, repeated_part, with_floor_of_the_rest
 from meshwright.planner.solve.pins import Pin, find_pins, restrict_to_pins
 from meshwright.planner.solve.price import Outcome, memory_of, objective_s, price
 from meshwright.planner.solve.problem import Restriction
@@ -55,6 +56,7 @@ class Program:
         pins: what the user fixes, in the names of the program.
         recompute: what its backward computes again.
         repeated: the clusters of the repeated block; None where there is none.
+        repeated_at: their indices among all clusters.
     """
 
     capture: Capture
@@ -66,6 +68,7 @@ class Program:
     pins: Mapping[str, Any]
     recompute: Recompute
     repeated: ClusterGraph | None
+    repeated_at: tuple[int, ...]
 
     @classmethod
     def of(
@@ -88,8 +91,9 @@ class Program:
         clock = clock or Clock(options.progress)
         clusters = _clusters(capture, options, clock)
         floors, limit = Floors(clusters, hardware.device), options.memory_limit(hardware)
-        repeated = repeated_part(clusters, floors.counts)
-        return cls(capture, clusters, floors, options, clock, limit, pins, recompute or Recompute(), repeated)
+        at = repeated_part(clusters, floors.counts)
+        repeated = part_of(clusters, at) if at else None
+        return cls(capture, clusters, floors, options, clock, limit, pins, recompute or Recompute(), repeated, at)
 
     def floor_bytes(self, num_devices: int) -> float:
         """Lower bound of any plan's memory: parameters and saved activations sharded over all devices."""
@@ -149,18 +153,28 @@ class Found:
     notes: tuple[str, ...]
 
 
+def rows_of(known: Sequence[Found], num_clusters: int) -> list[frozenset[Edges]]:
+    """Per cluster, the rows that any of several plans takes over any axis."""
+    rows: list[set[Edges]] = [set() for _ in range(num_clusters)]
+    for found in known:
+        for i, g in enumerate(found.tables.class_of):
+            rows[i].update(map(edges, found.tables.candidates[g][found.solution.chosen[g]].rows))
+    return [frozenset(r) for r in rows]
+
+
 class OnMesh:
     """A program on one logical mesh.
 
     Attributes:
         program: what is planned.
         where: the mesh.
+        rows: per cluster, the only rows that it may take over any axis; None for all. Bounds then hold for those alone.
         costs: seconds on it.
         unlimited: what the last solution under the limit showed of the problem without one.
     """
 
-    def __init__(self, program: Program, where: LogicalMesh):
-        self.program, self.where = program, where
+    def __init__(self, program: Program, where: LogicalMesh, rows: Sequence[frozenset[Edges]] | None = None):
+        self.program, self.where, self.rows = program, where, rows
         self.unlimited = Unlimited()
         self.costs = CostModel(where.hardware, where.mesh)
         self._built: dict[tuple[bool, ...], Tables] = {}
@@ -199,17 +213,22 @@ class OnMesh:
                 self._built[follows] = self._tables(self.program.clusters, self._class_of, self._following(follows))
         return self._built[follows]
 
-    def _following(self, follows: Sequence[bool]) -> list[tuple[ClusterRow, ...] | None]:
-        batch = batch_length(self.program.capture.graph)
-        if batch is None:
-            return [None] * len(follows)
-        return [
-            rows_following_batch(self.program.clusters, batch[1], size) if follow and size > 1 else None
-            for follow, size in zip(follows, self.mesh.sizes, strict=True)
-        ]
+    def _following(self, follows: Sequence[bool]) -> list[list[frozenset[Edges] | None]]:
+        """The rows kept where what computes follows the batch: that one alone."""
+        clusters, batch = self.program.clusters, batch_length(self.program.capture.graph)
+        free: list[frozenset[Edges] | None] = [*self.rows] if self.rows else [None] * len(clusters.clusters)
+        kept = [list(free) for _ in follows]
+        for axis, (follow, size) in enumerate(zip(follows, self.mesh.sizes, strict=True)):
+            if follow and size > 1 and batch is not None:
+                rows = rows_following_batch(clusters, batch[1], size)
+                kept[axis] = [
+                    None if c.source is not None else frozenset((edges(row),))
+                    for c, row in zip(clusters.clusters, rows, strict=True)
+                ]
+        return kept
 
     def _tables(
-        self, clusters: ClusterGraph, class_of: Sequence[int], following: Sequence[tuple[ClusterRow, ...] | None] = ()
+        self, clusters: ClusterGraph, class_of: Sequence[int], kept: Sequence[Sequence[frozenset[Edges] | None]] = ()
     ) -> Tables:
         capture = self.program.capture
         return build_tables(
@@ -221,7 +240,7 @@ class OnMesh:
             state_bytes=self.state_bytes,
             memory_limit_bytes=int(self.program.limit_bytes * (1 - ROW_MARGIN)),
             precision=capture.precision,
-            following=following,
+            allowed=kept,
         )
 
     def outline_s(self, name: str, beat_s: float) -> float:
@@ -244,7 +263,8 @@ class OnMesh:
         if part is None:
             return None
         with self.program.clock.phase("bound"):
-            tables = self._tables(part, part.class_of)
+            kept = [[self.rows[i] for i in self.program.repeated_at]] * self.mesh.num_axes if self.rows else ()
+            tables = self._tables(part, part.class_of, kept)
             return with_floor_of_the_rest(tables, self.program.clusters, self.program.floors)
 
     @property

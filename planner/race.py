@@ -16,6 +16,9 @@ from meshwright.planner.on_mesh import Found, OnMesh
 from meshwright.planner.solve.optimise import Effort, Excluded
 
 _NOTHING_FITS = float("inf")
+# How many of the finer meshes are solved, and what is said of them.
+_REFINED = 2
+_FEW_ROWS = "tried with the rows of the plans above alone"
 
 
 @dataclass
@@ -47,6 +50,30 @@ class Race:
         for bound, _, on in sorted(others, key=lambda item: item[:2]):
             self._look_at(on, bound)
         return self
+
+    def beat(self, found: Found) -> None:
+        """Take a plan that was found otherwise."""
+        assert self.best is not None
+        if found.objective_s < self.best.objective_s:
+            self.best = found
+
+    def refine(self, meshes: Sequence[OnMesh]) -> None:
+        """Try meshes on which not all rows are allowed: the most promising few. Only their compute bounds all plans on them."""
+        open_ones = [on for on in meshes if on.floor_s < self.beat_s]
+        for on in meshes:
+            if on not in open_ones:
+                self._say(on, "excluded", on.floor_s, reason="compute alone takes that long")
+        promise = sorted((on.outline_s(self.name, self.beat_s), k) for k, on in enumerate(open_ones))
+        for rank, (bound, k) in enumerate(promise):
+            on = open_ones[k]
+            found = (
+                on.solve(self.name, effort=self.effort, beat_s=self.beat_s) if bound < self.beat_s and rank < _REFINED else None
+            )
+            if isinstance(found, Found):
+                self._say(on, "slower", None, found.outcome.step_time_s, reason=_FEW_ROWS)
+                self.beat(found)
+            else:
+                self._say(on, "not better", reason=_FEW_ROWS if rank < _REFINED else "others promised more")
 
     @property
     def beat_s(self) -> float:

@@ -12,7 +12,7 @@ Where a program can be had with different recomputation, all that is done for on
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from meshwright.planner.ir.plan import Alternative, MeshTried, Plan
 from meshwright.planner.ir.recompute import LEVELS, Recompute
 from meshwright.planner.levels import Recomputable, Tried
 from meshwright.planner.meshes import LogicalMesh
-from meshwright.planner.on_mesh import Found, OnMesh, Program
+from meshwright.planner.on_mesh import Found, OnMesh, Program, rows_of
 from meshwright.planner.options import Clock, Options
 from meshwright.planner.race import Race
 from meshwright.planner.solve.optimise import Effort
@@ -37,6 +37,8 @@ __all__ = ["STRATEGIES", "Options", "make_plan", "search_plan", "strategy_named"
 
 # What the strategies beside the plan are worth: they are for comparison, and stop at a wider gap.
 _COMPARED = Effort(gap=3e-2, nodes=20)
+
+Finer = Callable[[LogicalMesh], Sequence[LogicalMesh]]
 
 
 def make_plan(
@@ -62,21 +64,25 @@ def make_plan(
     return search_plan(source, (LogicalMesh(mesh, hardware, rules, "the axis names"),), options)
 
 
-def search_plan(source: Capture | Recomputable, meshes: Sequence[LogicalMesh], options: Options) -> Plan:
+def search_plan(
+    source: Capture | Recomputable, meshes: Sequence[LogicalMesh], options: Options, finer: Finer | None = None
+) -> Plan:
     """Find the best plan over several logical meshes of the same devices.
 
     Args:
         source: the program; one that can be had with different recomputation is planned with the best.
         meshes: at least one; the one that devices are given in first.
         options: what to search for.
+        finer: the meshes that split an axis of one; those of the best mesh are tried too, with the rows of the plans that are
+            known by then. None: look at ``meshes`` alone.
 
     Raises:
         MeshwrightError: as :func:`make_plan`.
     """
     if not isinstance(source, Capture):
-        return _Levels(source, meshes, options).plan()
+        return _Levels(source, meshes, options).plan(finer)
     search = _Search(Program.of(source, meshes[0].hardware, options), meshes)
-    return search.plan(search.race())
+    return search.plan(search.race(), finer)
 
 
 class _Levels:
@@ -88,7 +94,7 @@ class _Levels:
         self.limit_bytes = options.memory_limit(meshes[0].hardware)
         self.best: Tried[_Search] | None = None
 
-    def plan(self) -> Plan:
+    def plan(self, finer: Finer | None) -> Plan:
         """Try the choices, and spell out the best."""
         if self.options.recompute is not None:
             tried = [self._attempt(Recompute(self.options.recompute))]
@@ -97,7 +103,7 @@ class _Levels:
             tried = levels.best(self.source, self.limit_bytes, self._attempt, training=training)
         found = [t.found for t in tried if t.found is not None]
         search = found[0] if found[0].raced.best is not None else found[-1]
-        plan = search.plan(search.raced)
+        plan = search.plan(search.raced, finer)
         return replace(plan, notes=(*plan.notes, *_recompute_note(tried[1:])))
 
     def _attempt(self, recompute: Recompute) -> Tried[_Search]:
@@ -160,8 +166,8 @@ class _Search:
         time_s = math.inf if race.best is None else race.best.outcome.step_time_s
         return Tried(self.program.recompute, self, time_s, floor_bytes, on.free_peak_bytes, is_free)
 
-    def plan(self, race: Race) -> Plan:
-        """Compare, spell out, verify.
+    def plan(self, race: Race, finer: Finer | None = None) -> Plan:
+        """Compare, split the best mesh, spell out, verify.
 
         Raises:
             MeshwrightError: no mesh has a plan.
@@ -169,13 +175,16 @@ class _Search:
         name = race.name
         if race.best is None:
             raise self._why_none(race)
-        best, alternatives = race.best, tuple[Alternative, ...]()
+        best, alternatives, known = race.best, tuple[Alternative, ...](), [race.best]
         if self.options.alternatives:
             with self.clock.phase("alternatives"):
                 others = [self._alternative(other) for other in _others(name)]
             alternatives = tuple(a for a, _ in others)
             if name == "auto":
                 best = _not_worse(best, [f for a, f in others if a.fits and f is not None])
+            known += [f for _, f in others if f is not None]
+        if name == "auto" and finer is not None and not self.options.pins:
+            best = self._finer(race, best, known, finer(best.on.where))
         with self.clock.phase("check"):
             bound = min(race.bound_s(), best.objective_s)
             plan = checked_plan(self.program, name, best, bound, alternatives, _told(race, best))
@@ -193,6 +202,14 @@ class _Search:
             return race.refused
         errors: list[InfeasibleError] = [on.why_infeasible(race.name) for on in infeasible]
         return min(errors, key=lambda e: e.needed_bytes or float("inf"))
+
+    def _finer(self, race: Race, best: Found, known: Sequence[Found], meshes: Sequence[LogicalMesh]) -> Found:
+        """The best plan on a mesh that splits an axis of the best one, if that is better; from the rows that known plans take."""
+        race.beat(best)
+        rows = rows_of(known, len(self.program.clusters.clusters))
+        race.refine([OnMesh(self.program, where, rows) for where in meshes])
+        assert race.best is not None
+        return race.best
 
     # --- the named strategies beside the plan ---
 
@@ -213,17 +230,17 @@ class _Search:
             return Alternative(name, True, outcome.step_time_s, outcome.peak_memory_bytes, mesh=sizes), race.best
         if not race.on_infeasible():
             return Alternative(name, False, None, None, str(race.refused)), None
-        return self._unfitting(name, race.on_infeasible()), None
+        return self._unfitting(name, race.on_infeasible())
 
-    def _unfitting(self, name: str, meshes: Sequence[OnMesh]) -> Alternative:
+    def _unfitting(self, name: str, meshes: Sequence[OnMesh]) -> tuple[Alternative, Found | None]:
         solved = (on.solve(name, limited=False, effort=_COMPARED) for on in meshes)
         found = [f for f in solved if isinstance(f, Found)]
         if not found:
-            return Alternative(name, False, None, None, "it contradicts the pins or what the axes are for")
+            return Alternative(name, False, None, None, "it contradicts the pins or what the axes are for"), None
         least = min(found, key=lambda f: (f.outcome.peak_memory_bytes, f.outcome.step_time_s))
         needed, sizes = least.outcome.peak_memory_bytes, least.on.mesh.sizes
         reason = f"needs {needed} bytes per device, {self.program.limit_bytes} are allowed"
-        return Alternative(name, False, least.outcome.step_time_s, needed, reason, sizes)
+        return Alternative(name, False, least.outcome.step_time_s, needed, reason, sizes), least
 
 
 def _others(name: str) -> list[str]:

@@ -154,8 +154,9 @@ class MeshTried:
         names: of its axes.
         links: link name of each axis.
         verdict: ``"chosen"``; ``"slower"`` (solved); ``"excluded"`` (a bound shows that it cannot be better, within the gap);
-            ``"infeasible"`` (nothing fits); or ``"impossible"`` (the batch or a pin does not suit it).
-        bound_s: proved lower bound of the time of every plan on it; None where nothing fits.
+            ``"infeasible"`` (nothing fits); ``"impossible"`` (the batch or a pin does not suit it); or ``"not better"`` (three axes,
+            tried without all of their candidates, so that nothing is proved).
+        bound_s: proved lower bound of the time of every plan on it; None where nothing fits or nothing is proved.
         step_time_s: predicted time of its best plan, where it was solved.
         reason: what excluded it.
     """

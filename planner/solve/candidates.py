@@ -60,8 +60,13 @@ class Candidate:
         return self.ins, self.outs, self.rest
 
 
-# What a row reads and makes.
-Edges = tuple[Placements, Placements]
+# What a row reads, makes, and how its placeholder rests.
+Edges = tuple[Placements, Placements, Placement | None]
+
+
+def edges(row: ClusterRow) -> Edges:
+    """A row as the rest of the program sees it."""
+    return row.ins, row.outs, row.rest
 
 
 def expand(cluster: Cluster, sizes: tuple[int, ...], wanted: Sequence[frozenset[Edges] | None] = ()) -> tuple[Candidate, ...]:
@@ -79,7 +84,7 @@ def expand(cluster: Cluster, sizes: tuple[int, ...], wanted: Sequence[frozenset[
     per_axis = [_rows_on_axis(cluster, values, placed, n) for n in sizes]
     if any(w is not None for w in wanted):
         kept = [
-            rows if w is None else [r for r in rows if (cluster.rows[r].ins, cluster.rows[r].outs) in w]
+            rows if w is None else [r for r in rows if edges(cluster.rows[r]) in w]
             for rows, w in zip(per_axis, wanted, strict=True)
         ]
         found = _combined(cluster, values, placed, kept, sizes)

@@ -6,7 +6,7 @@ block come and go in any placement, and their memory counts as nothing. Three ca
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,8 +22,8 @@ _PART = 0.6
 _OFTEN = 8
 
 
-def repeated_part(clusters: ClusterGraph, counts: Mapping[int, int]) -> ClusterGraph | None:
-    """The clusters of the classes that occur in most blocks; None where that is most of them.
+def repeated_part(clusters: ClusterGraph, counts: Mapping[int, int]) -> tuple[int, ...]:
+    """Indices of the clusters whose classes occur in most blocks; none where that is most of the program.
 
     Args:
         clusters: of the program.
@@ -32,7 +32,12 @@ def repeated_part(clusters: ClusterGraph, counts: Mapping[int, int]) -> ClusterG
     often = max(counts.values(), default=1) / _OFTEN
     kept = [i for i, g in enumerate(clusters.class_of) if counts[g] > max(1.0, often)]
     if not kept or len({clusters.class_of[i] for i in kept}) > _PART * len(counts):
-        return None
+        return ()
+    return tuple(kept)
+
+
+def part_of(clusters: ClusterGraph, kept: Sequence[int]) -> ClusterGraph:
+    """Some of the clusters alone."""
     return replace(
         clusters,
         clusters=tuple(clusters.clusters[i] for i in kept),

@@ -100,7 +100,7 @@ def build_tables(
     state_bytes: int,
     memory_limit_bytes: int | None,
     precision: str | None = None,
-    following: Sequence[Sequence[ClusterRow] | None] = (),
+    allowed: Sequence[Sequence[frozenset[Edges] | None]] = (),
 ) -> Tables:
     """Expand candidates, price them, and lay out the flows.
 
@@ -113,7 +113,7 @@ def build_tables(
         state_bytes: optimizer state per parameter element.
         memory_limit_bytes: limit per device, or None.
         precision: of the capture; see :mod:`meshwright.planner.solve.precision`.
-        following: per axis, the one row that every cluster that computes takes there, or None where it is free.
+        allowed: per axis and cluster, the rows that it may take there, or None for all.
     """
     labels = {label: g for g, label in enumerate(dict.fromkeys(class_of))}
     dense = tuple(labels[label] for label in class_of)
@@ -124,7 +124,7 @@ def build_tables(
     choices, candidates = [], []
     for group in members:
         count = sum(clusters.weights[i] for i in group)
-        wanted = [None if rows is None else frozenset((rows[i].ins, rows[i].outs) for i in group) for rows in following]
+        wanted = [_union([rows[i] for i in group]) for rows in allowed]
         choice, kept = _choice([clusters.clusters[i] for i in group], count, mesh, costs, memory, wanted)
         choices.append(choice)
         candidates.append(kept)
@@ -162,12 +162,18 @@ def _choice(
     wanted: Sequence[frozenset[Edges] | None],
 ) -> tuple[Choice, tuple[Candidate, ...]]:
     first = members[0]
-    expanded = expand(first, mesh.sizes, wanted if first.source is None else ())
+    expanded = expand(first, mesh.sizes, wanted)
     seconds = np.asarray(costs.cluster_costs(first, [c.rows for c in expanded]), dtype=float)
     kept = cheapest_of_equals(expanded, seconds)
     candidates = tuple(expanded[i] for i in kept)
     segment = SEGMENTS.index(first.phase)
     return Choice(first.name, count, segment, seconds[kept], memory.static(members, candidates)), candidates
+
+
+def _union(kept: Sequence[frozenset[Edges] | None]) -> frozenset[Edges] | None:
+    """Rows that any of several clusters may take; None for all."""
+    sets = [k for k in kept if k is not None]
+    return frozenset().union(*sets) if len(sets) == len(kept) else None
 
 
 def _tie_memory(choices: Sequence[Choice]) -> float:
