@@ -18,7 +18,7 @@ from meshwright.planner.ir.hardware import Device, Hardware, Link
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.spec import R, S
-from meshwright.planner.meshes import MeshRequest, factorisations, logical_meshes
+from meshwright.planner.meshes import MeshRequest, factorisations, finer, logical_meshes
 from meshwright.planner.on_mesh import OnMesh, Program
 from meshwright.planner.search import Options, make_plan, search_plan
 from meshwright.planner.solve.optimise import Effort
@@ -299,3 +299,33 @@ def test_the_device_is_not_needed_for_its_links():
         NVLINK4,
         NVLINK4,
     )
+
+
+# --- three axes ---------------------------------------------------------------------------------------------------
+
+
+def test_the_best_mesh_is_split_and_tried_with_three_axes():
+    shape = MeshShape.of(2, 4)
+    topology = Topology.of_record(shape, toy_hardware(shape))
+    where = logical_meshes(topology, MeshRequest("given"), search=True)[0]
+    assert [m.mesh.sizes for m in finer(topology, where)] == [(2, 2, 2)]
+    program, options = captured("mlp"), Options(effort=EXACT)
+    two = search_plan(program, (where,), options)
+    three = search_plan(program, (where,), options, lambda where: finer(topology, where))
+    assert {m.sizes for m in three.meshes} == {(2, 4), (2, 2, 2)}
+    assert three.predicted.step_time_s <= two.predicted.step_time_s
+    if three.mesh.num_axes == 2:
+        assert three.meshes[1].verdict in ("not better", "slower")
+    else:
+        alone = make_plan(program, three.mesh, topology.hardware(three.mesh), effort=EXACT, alternatives=False)
+        assert alone.predicted.step_time_s <= three.predicted.step_time_s * (1 + 1e-9)
+
+
+def test_a_given_mesh_of_three_axes_is_among_the_finer_ones():
+    topology = Topology.of_machines(MeshShape.of(3, 2, 2, names=("a", "b", "c")), "CPU")
+    found = logical_meshes(topology, MeshRequest(), search=True)
+    assert [m.mesh.sizes for m in found] == [(12,), (2, 6), (3, 4), (4, 3), (6, 2)]
+    by_sizes = {m.mesh.sizes: m for m in found}
+    finest = finer(topology, by_sizes[3, 4])
+    assert finest[0].mesh.names == ("a", "b", "c") and finest[0].mesh.sizes == (3, 2, 2)
+    assert finer(topology, by_sizes[12,]) == ()
