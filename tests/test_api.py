@@ -35,7 +35,7 @@ def test_a_factory_a_meta_model_and_a_real_one_give_one_plan():
 def test_two_meshes_and_two_models_in_one_process_do_not_disturb_each_other():
     alone = _plan("4xH100").hash
     mw.plan(nn.Linear(8, 8), "2x4xA100-80", (torch.zeros(8, 8),))
-    assert _plan("2x2xH100").mesh.sizes == (2, 2) and _plan("4xH100").hash == alone
+    assert _plan("2x2xH100", logical_mesh="given").mesh.sizes == (2, 2) and _plan("4xH100").hash == alone
 
 
 def test_inference_is_planned_without_a_backward():
