@@ -17,6 +17,7 @@ from meshwright import collector
 
 if TYPE_CHECKING:
     from meshwright.api import autoparallelize as autoparallelize, plan as plan
+    from meshwright.calculator import memory as memory
     from meshwright.custom import rule as rule
     from meshwright.planner.ir.errors import (
         InfeasibleError as InfeasibleError,
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 _HOME = {
     "autoparallelize": "meshwright.api",
     "plan": "meshwright.api",
+    "memory": "meshwright.calculator",
     "rule": "meshwright.custom",
     "Cluster": "meshwright.planner.ir.mesh",
     "MeshShape": "meshwright.planner.ir.mesh",

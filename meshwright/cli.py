@@ -86,6 +86,47 @@ def plan(
     print_report(made, terminal if terminal.is_terminal else Console(highlight=False, width=_PIPE_WIDTH))
 
 
+@app.command()
+def memory(
+    model: Annotated[str, typer.Argument(help="A Hugging Face config.json (or its directory), or package.module:factory.")],
+    batch: Annotated[int, typer.Option(min=1, help="Global batch size.")] = 1,
+    seq: Annotated[int, typer.Option(min=1, help="Sequence length.")] = 2048,
+    precision: Annotated[str | None, typer.Option(help="bf16-mixed, or leave the model's own.")] = None,
+    optimizer: Annotated[str, typer.Option(help="Whose state is counted.")] = "adamw",
+    recompute: Annotated[str | None, typer.Option(help="none, selective or full; or all of them.")] = None,
+    low_rank: Annotated[int | None, typer.Option(help="Train only low-rank adapters of this rank; the model is frozen.")] = None,
+    inference: Annotated[bool, typer.Option("--inference", help="Count inference alone.")] = False,
+    device: Annotated[list[str] | None, typer.Option(help="Kinds of devices to fit it on; may be repeated.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Count what a model needs: weights, training, inference, and the fewest devices that fit it. Needs no weights."""
+    from json import dumps
+
+    with _Phases(Console(stderr=True)) as phases:
+        phases("count")
+        from meshwright.calculator import memory as count
+        from meshwright.models import load_named
+
+        named = load_named(model, batch, seq)
+        found = count(
+            named.model,
+            named.example_inputs,
+            optimizer=optimizer,
+            precision=precision,
+            recompute=recompute,
+            low_rank=low_rank,
+            training=not inference,
+            devices=device or ("H100",),
+        )
+    if json:
+        typer.echo(dumps(found.to_json_dict(), indent=1))
+        return
+    from meshwright.report.memory import print_memory
+
+    terminal = Console(highlight=False)
+    print_memory(found, terminal if terminal.is_terminal else Console(highlight=False, width=_PIPE_WIDTH))
+
+
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
     script: Annotated[str, typer.Argument(help="The script that every rank runs.")],
