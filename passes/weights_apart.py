@@ -63,6 +63,7 @@ def split_backward(gm: fx.GraphModule, first: Sequence[int]) -> BackwardHalves:
     wanted = [r for i, r in enumerate(results) if i in chosen]
     rest = [r for i, r in enumerate(results) if i not in chosen]
     early = _needed(whole.graph, wanted)
+    early |= {n for n in whole.graph.nodes if n.target is operator.getitem and n.args[0] in early}  # what is kept is no tuple
     late = [n for n in whole.graph.nodes if n.op == "call_function" and n not in early and (n in _needed(whole.graph, rest))]
     inside = set(late)
     kept = list(dict.fromkeys(a for n in late for a in n.all_input_nodes if a not in inside))

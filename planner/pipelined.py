@@ -14,10 +14,12 @@ from meshwright.planner.cost import CostModel
 from meshwright.planner.ir.errors import InfeasibleError, InputError
 from meshwright.planner.ir.graph import OpGraph
 from meshwright.planner.ir.hardware import Hardware, Link
-from meshwright.planner.ir.pipeline import Pipeline, check_schedule, schedule_named
+from meshwright.planner.ir.pipeline import Pipeline, check_schedule, schedule_named, stage_of_op
 from meshwright.planner.ir.plan import Plan, Prediction
 from meshwright.planner.ir.spec import divides
 from meshwright.planner.micro import batch_length, time_specs
+from meshwright.planner.orders import Action, orders
+from meshwright.planner.simulate import Simulated, StageBytes, simulate
 from meshwright.planner.stage_cuts import Profile, choose_cuts, profile
 from meshwright.planner.stage_memory import fullest_rank
 
@@ -116,38 +118,54 @@ def _check_pieces(plan: Plan, graph: OpGraph) -> None:
 # --- predictions --------------------------------------------------------------------------------------------------
 
 
-def _predicted(plan: Plan, graph: OpGraph, found: Profile, link: Link) -> Prediction:
+def saved_by_stage(plan: Plan, found: Profile) -> list[float]:
+    """Bytes that each stage keeps for its backward, for the whole batch; what is read by the backward of several, on each."""
+    assert plan.pipeline is not None
+    cuts = [found.names.index(name) for name in plan.pipeline.cuts]
+    kept = [0.0] * plan.pipeline.num_stages
+    for size, places in found.saved:
+        for stage in {stage_of_op(place, cuts) for place in places}:
+            kept[stage] += size
+    return kept
+
+
+def simulated(plan: Plan, found: Profile, link: Link) -> Simulated:
+    """A step of ``plan``, simulated with the program's profile scaled to the time that the plan predicts without stages."""
     pipeline = plan.pipeline
     assert pipeline is not None
     at = {name: i for i, name in enumerate(found.names)}
-    cuts = [at[name] for name in pipeline.cuts]
-    share = np.array([part.sum() for part in np.split(found.work_s, [i + 1 for i in cuts])])
-    share = share / share.sum() if share.sum() else np.full(len(share), 1 / len(share))
-    step = plan.predicted.step_time_s * share
-    crossing = found.alive_bytes[cuts]
-    sent = np.array([2 * (b / link.bytes_per_s + pipeline.micro_batches * link.latency_s) for b in crossing])
-    loads = np.zeros(pipeline.degree)
-    for stage, s in enumerate(step):
-        loads[pipeline.rank_of(stage)] += s
-    slowest, total_s = float(loads.max()), float(loads.sum())
-    idle = total_s - slowest if pipeline.schedule == "naive" else slowest * _bubble(pipeline)
-    exposed = float(sent.max(initial=0.0))
-    scale = slowest / plan.predicted.step_time_s if plan.predicted.step_time_s else 0.0
-    return Prediction(
-        compute_s=plan.predicted.compute_s * scale,
-        exposed_s=plan.predicted.exposed_s * scale + exposed + idle,
-        hidden_s=plan.predicted.hidden_s * scale,
-        step_time_s=slowest + idle + exposed,
-        memory_bytes=fullest_rank(plan, graph),
+    edges = [at[name] + 1 for name in pipeline.cuts]
+    m, total = pipeline.micro_batches, float(found.work_s.sum())
+    scale = plan.predicted.step_time_s / total / m if total else 0.0
+
+    def by_stage(values: np.ndarray) -> list[float]:
+        return [float(part.sum()) for part in np.split(values, edges)]
+
+    forward, backward, weight = (by_stage(v) for v in (found.forward_s, found.backward_s, found.weight_s))
+    saved, stash = saved_by_stage(plan, found), by_stage(found.stash_bytes)
+    sizes = [float(found.alive_bytes[i - 1]) / m for i in edges]
+
+    def seconds(a: Action) -> float:
+        whole = {"F": forward, "B": backward, "W": weight}.get(a.kind)
+        return scale * (backward[a.stage] - weight[a.stage] if whole is None else whole[a.stage])
+
+    return simulate(
+        pipeline,
+        orders(pipeline),
+        seconds,
+        lambda boundary: sizes[boundary] / link.bytes_per_s + link.latency_s,
+        lambda stage: StageBytes(saved[stage] / m, stash[stage] / m),
     )
 
 
-def _bubble(pipeline: Pipeline) -> float:
-    """Idle time over working time of a rank with equal stages.
-
-    Source: Narayanan et al., 2021 (arXiv:2104.04473), section 2.2: (p-1)/m, with v stages per rank (p-1)/(v m). Where weight gradients
-    fill the gaps, about a third of it stays (Qi et al., 2023, arXiv:2401.10241, table 1); forth and back, about a sixth.
-    """
-    left = {"zero_bubble": 1 / 3, "zbv": 1 / 6}.get(pipeline.schedule, 1.0)
-    laps = 1 if pipeline.schedule == "zbv" else pipeline.stages_per_rank
-    return left * (pipeline.degree - 1) / (laps * pipeline.micro_batches)
+def _predicted(plan: Plan, graph: OpGraph, found: Profile, link: Link) -> Prediction:
+    before, step = plan.predicted, simulated(plan, found, link)
+    slowest = max(step.busy_s)
+    scale = slowest / before.step_time_s if before.step_time_s else 0.0
+    return Prediction(
+        compute_s=before.compute_s * scale,
+        exposed_s=before.exposed_s * scale + step.step_s - slowest,
+        hidden_s=before.hidden_s * scale,
+        step_time_s=step.step_s,
+        memory_bytes=fullest_rank(plan, graph, step.peak_bytes),
+    )

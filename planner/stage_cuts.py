@@ -7,7 +7,7 @@ and backward and what it sends and receives; exact, by dynamic programming over 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ from meshwright.planner.ir.hardware import Link
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.spec import local_numel
 from meshwright.planner.ir.verify import made_placements
+from meshwright.planner.kinds import kind_of
 from meshwright.planner.solve.evaluate import evaluate
 
 SLACK = 0.01
@@ -31,31 +32,115 @@ _VIEWS = frozenset(f"aten.{n}.default" for n in ("permute", "reshape", "expand",
 
 @dataclass(frozen=True)
 class Profile:
-    """A program along its forward ops.
+    """A program along its forward ops, for the whole batch on one device of a stage; float64 [forward ops] each.
 
     Attributes:
         names: of the forward ops, in order.
-        work_s: seconds of each op, its backward included, for the whole batch on one device of a stage.
-        alive_bytes: bytes per device that cross a cut behind each op, for the whole batch, forwards; gradients are as many.
+        forward_s: seconds of each op.
+        backward_s: seconds of its backward, that of weights included.
+        weight_s: seconds of the part of its backward that leads to gradients of parameters only.
+        alive_bytes: bytes that cross a cut behind each op, forwards; gradients are as many.
+        saved: for every storage that the forward keeps for the backward, its bytes and the forward ops whose backward reads it.
+        stash_bytes: bytes of gradients that the backward of weights reads.
     """
 
     names: tuple[str, ...]
-    work_s: np.ndarray
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    weight_s: np.ndarray
     alive_bytes: np.ndarray
+    saved: tuple[tuple[float, frozenset[int]], ...]
+    stash_bytes: np.ndarray
+
+    @property
+    def work_s(self) -> np.ndarray:
+        """Seconds of each op, its backward included."""
+        return self.forward_s + self.backward_s
 
 
 def profile(graph: OpGraph, plan: Plan, costs: CostModel) -> Profile:
-    """Work and live bytes of a planned program."""
+    """Work and bytes of a planned program."""
     forward = [op for op in graph.ops if op.phase == "forward"]
-    at = {op.name: i for i, op in enumerate(forward)}
+    place, late = _places(graph, forward), _weights_only(graph)
     clusters = trivial_clusters(graph, rules.rows_for)
     seconds = evaluate(plan, graph, clusters, costs, 0).cluster_s
-    work, place = np.zeros(len(forward)), 0
+    work = {phase: np.zeros(len(forward)) for phase in ("forward", "backward", "weight")}
     for cluster, s in zip(clusters.clusters, seconds, strict=True):
         for op in cluster.ops if cluster.source is None else ():
-            place = at.get(op.name, at.get(op.recompute_of or op.forward_op or "", place))
-            work[place] += s
-    return Profile(tuple(op.name for op in forward), work, _alive(graph, plan, forward))
+            work[op.phase][place[op.name]] += s
+            work["weight"][place[op.name]] += s * late.get(op.name, 0.0)
+    made, stash = made_placements(plan, graph), np.zeros(len(forward))
+    for op in (op for op in graph.ops if op.phase == "backward" and late[op.name] < 1.0):
+        for v in (v for v in op.outs if v is not None):
+            if any(late[r.name] > 0.0 for r in graph.consumers.get(v.name, ())):
+                stash[place[op.name]] += local_numel(v.shape, made[v.name], plan.mesh.sizes) * v.dtype.itemsize
+    return Profile(
+        names=tuple(op.name for op in forward),
+        forward_s=work["forward"],
+        backward_s=work["backward"],
+        weight_s=work["weight"],
+        alive_bytes=_alive(graph, plan, forward),
+        saved=_saved(graph, plan, place),
+        stash_bytes=stash,
+    )
+
+
+def _places(graph: OpGraph, forward: Sequence[Op]) -> dict[str, int]:
+    """For every op, the index of the forward op that it is or differentiates; sums of gradients are with the op before them."""
+    at, here, found = {op.name: i for i, op in enumerate(forward)}, 0, {}
+    for op in graph.ops:
+        here = at.get(op.name, at.get(op.recompute_of or op.forward_op or "", here))
+        found[op.name] = here
+    return found
+
+
+def _saved(graph: OpGraph, plan: Plan, place: Mapping[str, int]) -> tuple[tuple[float, frozenset[int]], ...]:
+    """The storages kept for the backward: views share that of what they are taken of, those of inputs and parameters are there."""
+    made, root = made_placements(plan, graph), {i.value.name: i.value for i in graph.inputs}
+    outside = set(root)
+    read: dict[str, set[int]] = {}
+    used = _used_at(graph, place)
+    for op in graph.ops:
+        for v in op.outs:
+            if v is not None:
+                root[v.name] = root[op.ins[0].name] if kind_of(op) == "view" and len(op.ins) == 1 else v
+        for v in op.ins if op.phase == "backward" else ():
+            if graph.phase_of[v.name] == "forward" and root[v.name].name not in outside:
+                read.setdefault(root[v.name].name, set()).update(used[op.name])
+    values = {v.name: v for v in root.values()}
+    return tuple(
+        (local_numel(values[n].shape, made[n], plan.mesh.sizes) * values[n].dtype.itemsize, frozenset(places))
+        for n, places in read.items()
+    )
+
+
+def _used_at(graph: OpGraph, place: Mapping[str, int]) -> dict[str, set[int]]:
+    """Where a backward op's results are used; what computes forward values again is there for its readers."""
+    used: dict[str, set[int]] = {}
+    for op in reversed(graph.ops):
+        if op.phase == "backward":
+            readers = [r for v in op.outs if v is not None for r in graph.consumers.get(v.name, ())]
+            again = op.recompute_of is not None and readers
+            used[op.name] = set().union(*(used[r.name] for r in readers)) if again else {place[op.name]}
+    return used
+
+
+def _weights_only(graph: OpGraph) -> dict[str, float]:
+    """Share of each backward op's work that leads to gradients of parameters only; a convolution's backward does both."""
+    returned = {r.value.name for r in graph.outputs_of("gradient") if r.value is not None}
+    later: dict[str, float] = {}
+    for op in reversed(graph.ops):
+        if op.phase != "backward":
+            continue
+        ends = [_leads_to_weights(graph, v.name, later, returned) for v in op.outs if v is not None]
+        both = op.target == "aten.convolution_backward.default" and any(ends)
+        later[op.name] = 0.5 if both and not all(ends) else float(bool(ends) and all(ends))
+    return later
+
+
+def _leads_to_weights(graph: OpGraph, value: str, later: dict[str, float], returned: set[str]) -> bool:
+    readers = graph.consumers.get(value, ())
+    return (value in returned or bool(readers)) and all(later.get(r.name, 0.0) == 1.0 for r in readers)
 
 
 def _alive(graph: OpGraph, plan: Plan, forward: Sequence[Op]) -> np.ndarray:

@@ -6,8 +6,9 @@ needs itself, and frees every buffer as soon as it is used: the engine would kee
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,24 @@ _SEVERAL: dict[str, Any] = {
     "zero_bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
 }
+
+
+class Logged(NamedTuple):
+    """One action that ran.
+
+    Attributes:
+        kind, stage, micro_batch: as in ``planner.orders.Action``.
+        cpu_s: CPU seconds of the thread that ran it.
+        held_bytes: what the stage holds for later backwards when it ends.
+    """
+
+    kind: str
+    stage: int
+    micro_batch: int
+    cpu_s: float
+    held_bytes: int
+
+
 _PAD = Slot("", (1,), torch.float32)
 """Stands where a boundary has fewer forward values than gradients: the engine pairs them by position."""
 
@@ -58,6 +77,7 @@ class EngineStage(PipelineStage):
     ):
         program = run.program
         self.run, self.journal, self._rank_of = run, journal, rank_of
+        self.log: list[Logged] | None = None
         self._in, self._out = len(program.receives), len(program.sends)
         ins = _padded(program.receives, len(program.upstream))
         outs = _padded(program.sends, len(program.downstream))
@@ -113,6 +133,11 @@ class EngineStage(PipelineStage):
             self._wait("gradients", bwd_chunk_id, self.stage_index + 1)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
+    def _ran(self, kind: str, chunk: int, began_s: float) -> None:
+        if self.log is not None:
+            seconds = time.thread_time() - began_s
+            self.log.append(Logged(kind, self.stage_index, chunk, seconds, self.run.held_bytes()))
+
     def _wait(self, what: str, chunk: int, stage: int) -> None:
         self.journal.doing(
             f"waiting for {what} of micro-batch {chunk} from stage {stage} on pipeline rank {self._rank_of(stage)}"
@@ -137,7 +162,9 @@ class EngineStage(PipelineStage):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         self.journal.doing(f"computing F{fwd_chunk_id} of stage {self.stage_index}")
         received = self._take(self.args_recv_info[fwd_chunk_id])[: self._in] if not self.is_first else []
+        began_s = time.thread_time()
         sent = self.run.forward(fwd_chunk_id, received, keep=self.has_backward)
+        self._ran("F", fwd_chunk_id, began_s)
         self.journal.doing(f"communicating after F{fwd_chunk_id} of stage {self.stage_index}")
         if self.is_last:
             self.fwd_cache[fwd_chunk_id] = ((), [])
@@ -157,7 +184,9 @@ class EngineStage(PipelineStage):
         self.journal.doing(f"computing {letter}{bwd_chunk_id} of stage {self.stage_index}")
         self.fwd_cache.pop(bwd_chunk_id, None)
         given = [] if self.is_last else self._take(self.grad_recv_info[bwd_chunk_id])
+        began_s = time.thread_time()
         made = self.run.backward(bwd_chunk_id, given[: len(self.run.program.downstream)], whole=full_backward)
+        self._ran(letter, bwd_chunk_id, began_s)
         if not self.is_first:
             self.bwd_cache[bwd_chunk_id] = (*made, *([None] * (len(self.args_recv_info[bwd_chunk_id]) - len(made))))
         self.journal.doing(f"communicating after {letter}{bwd_chunk_id} of stage {self.stage_index}")
@@ -165,7 +194,9 @@ class EngineStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if self.has_backward:
             self.journal.doing(f"computing W{bwd_chunk_id} of stage {self.stage_index}")
+            began_s = time.thread_time()
             self.run.weights(bwd_chunk_id)
+            self._ran("W", bwd_chunk_id, began_s)
 
 
 def _padded(slots: Sequence[Slot], least: int) -> list[Slot]:
@@ -194,6 +225,13 @@ class Engine:
         kind = _SINGLE.get(name)
         options = {"n_microbatches": micro_batches, "loss_fn": lambda made, _: made, "scale_grads": False}
         self._schedule = kind(stages[0], **options) if kind is not None else _SEVERAL[name](list(stages), **options)
+
+    def log_actions(self) -> list[Logged]:
+        """Start to log what runs; the list that grows."""
+        log: list[Logged] = []
+        for stage in self._stages:
+            stage.log = log
+        return log
 
     def run(self, *, training: bool) -> None:
         """All actions of one step."""

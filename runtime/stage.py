@@ -96,6 +96,16 @@ class StageRun:
         self._kept.clear()
         self._later.clear()
 
+    def held_bytes(self) -> int:
+        """Bytes of activations, gradients and received values that wait for a backward; parameters and inputs not counted."""
+        shared = {t.untyped_storage().data_ptr() for given in self._given for t in given.values()}
+        found = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for kept in (*self._kept.values(), *self._later.values())
+            for t in kept
+        }
+        return sum(size for at, size in found.items() if at not in shared)
+
     def _at(self, i: int) -> BoundStage:
         return self._bound[i if len(self._bound) > 1 else 0]
 

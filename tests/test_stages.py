@@ -145,7 +145,8 @@ def test_a_convolution_makes_its_two_gradients_apart():
 def test_cuts_are_as_balanced_as_enumeration_finds_them(seed):
     dice = np.random.default_rng(seed)
     n, stages = int(dice.integers(6, 10)), int(dice.integers(2, 5))
-    found = Profile(tuple(f"op{i}" for i in range(n)), dice.random(n) + 0.1, dice.integers(1, 100, n).astype(float))
+    names, none = tuple(f"op{i}" for i in range(n)), np.zeros(n)
+    found = Profile(names, dice.random(n) + 0.1, none, none, dice.integers(1, 100, n).astype(float), (), none)
     link = Link("test", 1e3, 1e-3, "made up")
     cuts = choose_cuts(dataclasses.replace(found, alive_bytes=np.append(found.alive_bytes[:-1], 0.0)), stages, link, 4)
 
