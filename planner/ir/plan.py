@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +46,38 @@ class OpSpec:
             tuple(parse_placements(t) for t in ins.split(",") if t),
             tuple(None if t == "-" else parse_placements(t) for t in outs.split(",")),
         )
+
+
+def _texts(specs: Iterable[OpSpec]) -> list[str]:
+    """The specs as text, each object once: copied blocks share theirs."""
+    known: dict[int, str] = {}
+    found = []
+    for spec in specs:
+        if id(spec) not in known:
+            known[id(spec)] = str(spec)
+        found.append(known[id(spec)])
+    return found
+
+
+def _flat(record: Any) -> dict[str, Any]:
+    """A record's fields by name, not copied: ``asdict`` takes ten times as long."""
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+
+
+def json_lines(data: Mapping[str, Any]) -> str:
+    """JSON of a dictionary: a line for every entry, and for every entry of a dictionary or list in it.
+
+    The indentation of ``json.dumps`` is made in Python, at a tenth of the speed.
+    """
+    return "{\n" + ",\n".join(f" {json.dumps(k)}: {_json_table(v)}" for k, v in data.items()) + "\n}"
+
+
+def _json_table(value: Any) -> str:
+    if isinstance(value, dict) and value:
+        return "{\n" + ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()) + "\n }"
+    if isinstance(value, list) and value:
+        return "[\n" + ",\n".join(f"  {json.dumps(v)}" for v in value) + "\n ]"
+    return json.dumps(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +311,9 @@ class Plan:
     @cached_property
     def hash(self) -> str:
         """sha256 of what the plan *does* (program, mesh, placements, paths), not of times, solver or notes."""
-        data = self.to_json_dict()
+        return self._hash_of(self.to_json_dict())
+
+    def _hash_of(self, data: Mapping[str, Any]) -> str:
         does = {
             k: data[k]
             for k in ("schema_version", "graph_hash", "mesh", "precision", "inputs", "ops", "outputs", "redistributions")
@@ -310,7 +344,7 @@ class Plan:
             "optimizer": self.optimizer,
             "training": self.training,
             "inputs": {k: format_placements(v) for k, v in self.inputs.items()},
-            "ops": {k: str(v) for k, v in self.ops.items()},
+            "ops": dict(zip(self.ops, _texts(self.ops.values()), strict=True)),
             "outputs": [None if p is None else format_placements(p) for p in self.outputs],
             "redistributions": [[r.value, r.phase, *map(format_placements, r.path)] for r in self.redistributions],
             "collectives": [asdict(c) for c in self.collectives],
@@ -325,15 +359,16 @@ class Plan:
             "folded": dict(self.folded),
             "notes": list(self.notes),
             "kernel_s": dict(self.kernel_s),
-            "input_info": {k: asdict(v) for k, v in self.input_info.items()},
-            "op_info": {k: asdict(v) for k, v in self.op_info.items()},
+            "input_info": {k: _flat(v) for k, v in self.input_info.items()},
+            "op_info": {k: _flat(v) for k, v in self.op_info.items()},
             "pipeline": None if self.pipeline is None else self.pipeline.to_json_dict(),
             "recompute": self.recompute.to_json_dict(),
         }
 
     def to_json(self) -> str:
-        """The plan as JSON text, with its hash."""
-        return json.dumps({**self.to_json_dict(), "hash": self.hash}, indent=1)
+        """The plan as JSON text, with its hash; a line for each entry of a table."""
+        data = self.to_json_dict()
+        return json_lines({**data, "hash": self._hash_of(data)})
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
