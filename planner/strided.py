@@ -100,17 +100,20 @@ class _Rules:
         rows: the rows.
         links: linked dims of each row (None: not liftable).
         seeds: the rows that turn split shards into plain ones, or back.
+        asked: the rows of the rule itself that have split shards alone.
     """
 
     rows: tuple[Row, ...]
     links: tuple[list[tuple[bool, int, int]] | None, ...]
     seeds: tuple[Row, ...]
+    asked: tuple[Row, ...]
 
     @classmethod
     def of(cls, op: Op, rows: tuple[Row, ...]) -> _Rules:
         placed = [[p for p in (*r.ins, *r.outs) if p is not None and p.is_shard] for r in rows]
         seeds = tuple(r for r, at in zip(rows, placed, strict=True) if {p.split > 1 for p in at} == {True, False})
-        return cls(rows, tuple(linked_dims(op, r) for r in rows), seeds)
+        asked = tuple(r for r, at in zip(rows, placed, strict=True) if {p.split > 1 for p in at} == {True})
+        return cls(rows, tuple(linked_dims(op, r) for r in rows), seeds, asked)
 
 
 class Lifted:
@@ -199,12 +202,27 @@ class Lifted:
         return False
 
     def _spread(self) -> None:
-        """Carry the seeds along linked dims to everything they reach."""
-        touching: dict[Dim, list[list[Dim]]] = {}
-        seeds = list(self._seeds())
+        """Carry the seeds along linked dims to everything they reach; what a rule asks for only through the views beside it."""
+        self._carry(list(self._seeds()), lambda op: True)
+        self._carry(list(self._asked()), lambda op: kind_of(op) == "view")
+
+    def _asked(self) -> Iterable[tuple[Dim, int]]:
+        """Split shards that a kernel wants for itself (stripes of queries); one hop away they are redistributed."""
+        for op in self._graph.ops:
+            rule = self._rule_of[op.name]
+            for row in rule.asked if rule is not None else ():
+                yield from (((v.name, p.dim), p.split) for v, p in zip(op.ins, row.ins, strict=True) if p.split > 1)
+                yield from (
+                    ((v.name, p.dim), p.split)
+                    for v, p in zip(op.outs, row.outs, strict=True)
+                    if v is not None and p is not None and p.split > 1
+                )
+
+    def _carry(self, seeds: list[tuple[Dim, int]], through: Callable[[Op], bool]) -> None:
         if not seeds:
             return
-        for op in self._graph.ops:
+        touching: dict[Dim, list[list[Dim]]] = {}
+        for op in filter(through, self._graph.ops):
             rule = self._rule_of[op.name]
             for link in rule.links if rule is not None else ():
                 if link is not None:

@@ -247,11 +247,16 @@ def test_attention_counts_its_flops_and_half_of_them_where_causal():
 
 
 def test_causal_attention_of_a_stretch_of_queries_costs_what_its_last_rank_does():
-    """The last of 4 stretches sees 3 others and half of its own: 3.5/4 of the keys, where all queries see half."""
+    """The last of 4 stretches sees 3 others and half of its own: 3.5/4 of the keys, where all queries see half.
+
+    In 8 stripes its queries see all keys before the ends of 8 groups, 9/16 on average, less half of their own 32nd.
+    """
     shape = (4, 32, 4096, 128)
     op = one_op("aten._scaled_dot_product_flash_attention_for_cpu.default", shape, shape, shape, rest=(0.0, True))
     costs = costs_of(op, MeshShape.of(4))
     merge = 3 * 4 * 32 * 1024 * 128 * 2 / 3350e9 + 7 * 4e-6
+    striped = 5 * 4 * 32 * 1024 * 128 * 2 / 3350e9 + 8 * 7 * 4e-6
+    assert costs["S(2;8),R,R"] - striped - 4e-6 == pytest.approx((costs["R,R,R"] - 4e-6) / 4 * (9 / 16 - 1 / 64) / 0.5, rel=1e-3)
     assert costs["S(2),R,R"] - merge - 4e-6 == pytest.approx((costs["R,R,R"] - 4e-6) / 4 * (3.5 / 4) / 0.5, rel=1e-3)
 
 

@@ -35,12 +35,16 @@ _SCATTERED = frozenset({"aten.embedding", "aten.index", "aten.index_select", "at
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What a kernel formula sees: the op, and local shapes of its ins and outs (None for a missing result)."""
+    """What a kernel formula sees: the op, and local shapes of its ins and outs (None for a missing result).
+
+    ``cut(slot, dim)`` says how a dim of an input is cut: in how many groups, and in how many plain pieces before that.
+    """
 
     op: Op
     ins: tuple[Local, ...]
     outs: tuple[Local | None, ...]
     device: Device
+    cut: Callable[[int, int], tuple[np.ndarray, np.ndarray]]
 
     def rate(self) -> tuple[float, float]:
         """(peak FLOP/s, measured ceiling) for the op's element type."""
@@ -94,43 +98,59 @@ def _convolution_backward(p: Pieces) -> np.ndarray:
 def _attention_s(p: Pieces, q: Local, k: Local, formula: str) -> np.ndarray:
     rate, ceiling = p.rate()
     flops = compiled(formula)(q[:, 0], q[:, 1], q[:, 2], k[:, 2], q[:, 3])
-    return compiled("flops_s")(_seen(p.op, q[:, 2], k[:, 2]) * flops, rate, ceiling * ATTENTION_CEILING)
+    return compiled("flops_s")(_seen(p, q[:, 2], k[:, 2]) * flops, rate, ceiling * ATTENTION_CEILING)
 
 
-def _seen(op: Op, queries: np.ndarray, keys: np.ndarray) -> np.ndarray | float:
+def _seen(p: Pieces, queries: np.ndarray, keys: np.ndarray) -> np.ndarray | float:
     """Share of the keys that the queries of the busiest rank see.
 
     Under a causal mask that is half, and for the last of n stretches of the queries ``(n - 1/2) / n``: cutting the sequence
-    saves at most half of what cutting heads does.
+    saves at most half of what cutting heads does. With k stripes on each rank it is near ``(k + 1) / 2k``: the last rank has
+    the last stretch of each of the k groups.
     """
-    if not argument(op, "is_causal", False):
+    if not argument(p.op, "is_causal", False):
         return 1.0
-    return 1 - queries / (2 * keys) if _is_square(op) else 0.5
+    if not _is_square(p.op):
+        return 0.5
+    groups, stripes = _stripes(p)
+    return (2 * groups - stripes + 1) / (2 * groups) - queries / (2 * keys * stripes)
+
+
+def _stripes(p: Pieces) -> tuple[np.ndarray, np.ndarray]:
+    """Groups that causal queries are cut in, and how many of them a rank has a stretch of."""
+    groups, plain = p.cut(_query(p.op), 2)
+    return groups, np.maximum(groups // plain, 1)
+
+
+def _query(op: Op) -> int:
+    return int(packet(op.target).endswith("_backward"))
 
 
 def _is_square(op: Op) -> bool:
     """Whether attention has as many keys as queries."""
-    first = int(packet(op.target).endswith("_backward"))
-    return op.ins[first].shape[2] == op.ins[first + 1].shape[2]
+    return op.ins[_query(op)].shape[2] == op.ins[_query(op) + 1].shape[2]
 
 
 def _attention(p: Pieces) -> np.ndarray:
     q, k = p.ins[0], p.ins[1]
-    read_and_written = 3 * _bytes(p.op.ins[0].dtype, q)
-    return _attention_s(p, q, k, "attention_flops") + _merge_s(p, q, k, read_and_written)
+    _, stripes = _stripes(p)
+    joined = 2 * (stripes > 1) + 3
+    return _attention_s(p, q, k, "attention_flops") + _merge_s(p, q, k, joined * _bytes(p.op.ins[0].dtype, q))
 
 
 def _attention_backward(p: Pieces) -> np.ndarray:
     q, k = p.ins[1], p.ins[2]
-    read_and_written = 3 * _bytes(p.op.ins[1].dtype, q) + 8 * _bytes(p.op.ins[2].dtype, k)
-    return _attention_s(p, q, k, "attention_backward_flops") + _merge_s(p, q, k, read_and_written)
+    _, stripes = _stripes(p)
+    joined = 2 * (stripes > 1) + 3
+    traffic = joined * _bytes(p.op.ins[1].dtype, q) + (14 * stripes - 6) * _bytes(p.op.ins[2].dtype, k)
+    return _attention_s(p, q, k, "attention_backward_flops") + _merge_s(p, q, k, traffic)
 
 
 def _merge_s(p: Pieces, q: Local, k: Local, traffic: np.ndarray) -> np.ndarray:
     """Seconds of joining the two calls that a stretch of causal queries takes (see ``passes.local.forms_attention``)."""
     if not (argument(p.op, "is_causal", False) and _is_square(p.op)):
         return np.zeros(len(q))
-    merge = traffic / p.device.memory_bytes_per_s + MERGE_KERNELS * p.device.kernel_overhead_s
+    merge = traffic / p.device.memory_bytes_per_s + _stripes(p)[1] * MERGE_KERNELS * p.device.kernel_overhead_s
     return np.where(q[:, 2] < k[:, 2], merge, 0.0)
 
 
@@ -182,6 +202,13 @@ class ClusterShapes:
         parts = np.where(cut[index], self._sizes[None, :, None], 1).prod(axis=1)
         return -(-np.asarray(shape, dtype=np.int64)[None, :] // parts)
 
+    def cut(self, placements: Sequence, dim: int, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Groups that ``dim`` is cut in (1: none), and the plain pieces it is cut in before, int [candidates]."""
+        on_dim = [p is not None and p.is_shard and p.dim == dim for p in placements]
+        split = np.array([p.split if on else 1 for p, on in zip(placements, on_dim, strict=True)], dtype=np.int64)
+        plain = np.array([on and p.split == 1 for p, on in zip(placements, on_dim, strict=True)], dtype=bool)
+        return split[index].max(axis=1), np.where(plain[index], self._sizes[None, :], 1).prod(axis=1)
+
 
 def _kernel_s(cluster: Cluster, shapes: ClusterShapes, rows: Sequence, index: np.ndarray, device: Device) -> np.ndarray:
     """Seconds of arithmetic of all ops of a cluster."""
@@ -195,7 +222,12 @@ def _kernel_s(cluster: Cluster, shapes: ClusterShapes, rows: Sequence, index: np
             None if v is None else shapes.local(v.shape, [r.members[i].outs[s] for r in rows], index)
             for s, v in enumerate(op.outs)
         )
-        total += kernel(Pieces(op, ins, outs, device))
+        members = [r.members[i] for r in rows]
+
+        def cut(slot: int, dim: int, members: list = members) -> tuple[np.ndarray, np.ndarray]:
+            return shapes.cut([m.ins[slot] for m in members], dim, index)
+
+        total += kernel(Pieces(op, ins, outs, device, cut))
     return total
 
 

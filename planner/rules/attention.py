@@ -29,6 +29,8 @@ BACKWARD = tuple(f"{name.removesuffix('.default')}_backward.default" for name in
 KEYS = ("key", "value")
 QUERIES = ("grad_out", "grad_out_", "query", "out", "logsumexp")
 MASKS = ("attn_mask", "attn_bias")
+STRIPES = 8
+"""Stripes of the queries per rank under a causal mask: each takes two calls, so that more cost more than they balance."""
 
 
 @rule(*FORWARD, *BACKWARD)
@@ -39,7 +41,7 @@ def attention(op: Op) -> Rows:
         return []
     rows = [_row(op, names, dim) for dim in (0, 1)]
     if _cuts_queries(op, names):
-        rows.append(_row(op, names, 2))
+        rows += [_row(op, names, 2), _striped(op, names)]
     found = [row for row in rows if row is not None]
     if op.target in BACKWARD:
         found.append(Row(tuple(P if n in ("grad_out", "grad_out_") else R for n in names), _results(op, P, P, P)))
@@ -54,6 +56,22 @@ def _cuts_queries(op: Op, names: list[str]) -> bool:
         return True
     query, key = (op.ins[names.index(name)].shape for name in ("query", "key"))
     return "for_cpu" in op.target and query[-2] == key[-2] and not set(MASKS) & set(names)
+
+
+def _striped(op: Op, names: list[str]) -> Row | None:
+    """Causal queries cut in stripes, ``S(2;8),R,R -> S(2;8),S(2;8)``: every rank has some that see little and some that see all.
+
+    In one stretch each, the last rank sees almost all keys, twice the mean; in 8 stripes each, at most 1/8 more than the mean.
+    """
+    row = _row(op, names, 2)
+    length = op.ins[names.index("query")].shape[-2]
+    if row is None or not argument(op, "is_causal", False) or length % STRIPES:
+        return None
+
+    def cut(p: Placement | None) -> Placement | None:
+        return S(2, STRIPES) if p == S(2) else p
+
+    return Row(tuple(S(2, STRIPES) if p == S(2) else p for p in row.ins), tuple(map(cut, row.outs)))
 
 
 def argument_names(op: Op) -> list[str]:

@@ -52,11 +52,21 @@ LAYOUTS = {
     "4": ((4,), "S(2)", "S(1)"),
     "batch x sequence": ((2, 2), "S(0)S(2)", "S(0)S(1)"),
     "sequence x heads": ((2, 2), "S(2)S(1)", "S(1)R"),
+    "striped": ((2,), "S(2;8)", "S(1)"),
+    "striped twice": ((2, 2), "S(2)S(2;8)", "S(1)S(1)"),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [("gpt2", "2"), ("gpt2", "sequence x heads"), ("llama", "4"), ("llama_padded", "batch x sequence")]
+    ("name", "layout"),
+    [
+        ("gpt2", "2"),
+        ("gpt2", "sequence x heads"),
+        ("llama", "4"),
+        ("llama_padded", "batch x sequence"),
+        ("llama", "striped"),
+        ("gpt2", "striped twice"),
+    ],
 )
 def test_sharded_queries_train_as_one_process(name, layout):
     trials = [_trial(name, *LAYOUTS[layout])]
@@ -65,5 +75,5 @@ def test_sharded_queries_train_as_one_process(name, layout):
 
 
 def test_sharded_queries_train_as_one_process_over_gloo():
-    trials = [_trial("llama", (2, 2), "S(2)S(2)", "S(1)S(1)"), _trial("gpt2", (2, 2), "S(0)S(2)", "S(0)S(1)")]
+    trials = [_trial("llama", (2, 2), "S(2)S(2)", "S(1)S(1)"), _trial("gpt2", (2, 2), "S(0)S(2;8)", "S(0)S(1)")]
     _assert_equal(run_ranks(4, lambda rank: try_all(rank, trials, adam=False), timeout=500))
