@@ -16,6 +16,8 @@ from meshwright.planner.on_mesh import Found, OnMesh
 from meshwright.planner.solve.optimise import Effort, Excluded
 
 _NOTHING_FITS = float("inf")
+# Bounds further above the lowest than this part of it are not made any tighter: such meshes are looked at last.
+_CLOSE = 0.03
 # How many of the finer meshes are solved, and what is said of them.
 _REFINED = 2
 _FEW_ROWS = "tried with the rows of the plans above alone"
@@ -46,9 +48,9 @@ class Race:
         at_once = [on for on in meshes if on.mesh.num_axes == 1 or len(meshes) == 1]
         for on in at_once:
             self._look_at(on, on.floor_s if math.isfinite(self.beat_s) else 0.0)
-        others = [(self._bound_s(on), k, on) for k, on in enumerate(meshes) if on not in at_once]
-        for bound, _, on in sorted(others, key=lambda item: item[:2]):
-            self._look_at(on, bound)
+        others = [on for on in meshes if on not in at_once]
+        for bound, k in sorted((bound, k) for k, bound in enumerate(self._bounds_s(others))):
+            self._look_at(others[k], bound)
         return self
 
     def beat(self, found: Found) -> None:
@@ -78,13 +80,17 @@ class Race:
     @property
     def beat_s(self) -> float:
         """What a plan must cost less than to be of interest."""
-        return min(self.known_s, math.inf if self.best is None else self.best.objective_s * (1 - self.effort.gap))
+        best_s = self.known_s if self.best is None else min(self.known_s, self.best.objective_s)
+        return best_s * (1 - self.effort.gap)
 
-    def _bound_s(self, on: OnMesh) -> float:
-        """A lower bound on a mesh without its whole problem; infinite where nothing fits."""
-        if self.name != "auto" or on.floor_s >= self.beat_s:
-            return on.floor_s
-        return on.outline_s(self.name, self.beat_s)
+    def _bounds_s(self, meshes: Sequence[OnMesh]) -> list[float]:
+        """Lower bounds without whole problems; infinite where nothing fits. Well above the lowest they need not be tight."""
+        found, enough = [], self.beat_s
+        for on in meshes:
+            outlined = self.name == "auto" and on.floor_s < self.beat_s
+            found.append(on.outline_s(self.name, enough) if outlined else on.floor_s)
+            enough = min(enough, found[-1] * (1 + _CLOSE))
+        return found
 
     def _look_at(self, on: OnMesh, bound_s: float) -> None:
         """Solve on a mesh unless a bound settles it."""

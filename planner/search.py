@@ -160,7 +160,7 @@ class _Search:
     def attempt(self, known_s: float, floor_bytes: float) -> Tried[_Search]:
         """What :meth:`race` finds, as one choice of recomputation."""
         race = self.race(known_s)
-        best_s = race.beat_s if race.best is None else race.best.objective_s
+        best_s = race.known_s if race.best is None else race.best.objective_s
         is_free = math.isfinite(best_s) and best_s - race.free_bound_s() <= self.options.effort.gap * best_s
         on = min((on for on, _ in race.tried), key=lambda on: on.unlimited.objective_s) if race.best is None else race.best.on
         time_s = math.inf if race.best is None else race.best.outcome.step_time_s
@@ -186,7 +186,7 @@ class _Search:
         if name == "auto" and finer is not None and not self.options.pins:
             best = self._finer(race, best, known, finer(best.on.where))
         with self.clock.phase("check"):
-            bound = min(race.bound_s(), best.objective_s)
+            bound = min(race.bound_s(), best.objective_s, *([best.on.floor_s] if best.on.rows else []))
             plan = checked_plan(self.program, name, best, bound, alternatives, _told(race, best))
         return replace(plan, solver=self._solver(best))
 

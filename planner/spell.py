@@ -97,6 +97,11 @@ def _notes(program: Program, found: Found, gap: float) -> tuple[str, ...]:
         notes.append(
             f"the solver stopped after {options.effort.nodes} nodes, before a gap of {options.effort.gap:.1%}: {gap:.2%}"
         )
+    if found.on.rows:
+        notes.append(
+            f"three axes ({found.on.mesh}) were tried with the rows of other plans alone, which beats all meshes of fewer axes; only "
+            "compute bounds what all rows could give, so the gap is wide"
+        )
     batch, devices = batch_length(program.capture.graph), found.on.mesh.num_devices
     if batch is not None and batch[1] % devices:
         notes.append(f"the batch of {batch[1]} does not divide over all {devices} devices")
