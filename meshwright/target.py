@@ -10,6 +10,7 @@ import torch
 
 from meshwright.planner import cost
 from meshwright.planner.cost import Topology
+from meshwright.planner.cost.links import network_link
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.hardware import Hardware, Link
 from meshwright.planner.ir.mesh import Cluster, MeshShape
@@ -92,7 +93,9 @@ def target_of(mesh_or_cluster: Any, hardware: Hardware | str | None = None) -> T
         mesh_or_cluster = Cluster.parse(mesh_or_cluster)
     if isinstance(mesh_or_cluster, Cluster):
         cluster = mesh_or_cluster
-        return Target(_topology(cluster.mesh, hardware or cluster.device, cluster.devices_per_node), searched=True)
+        rate, per_node = cluster.node_bytes_per_s, cluster.devices_per_node
+        between = None if rate is None else network_link(rate, per_node)
+        return Target(_topology(cluster.mesh, hardware or cluster.device, per_node, between=between), searched=True)
     if isinstance(mesh_or_cluster, MeshShape):
         if hardware is None:
             raise InputError(
@@ -135,9 +138,15 @@ def local_device(mesh: DeviceMesh) -> str:
     return name
 
 
-def _topology(mesh: MeshShape, hardware: Hardware | str, per_node: int | None = None, numbers: tuple[int, ...] = ()) -> Topology:
+def _topology(
+    mesh: MeshShape,
+    hardware: Hardware | str,
+    per_node: int | None = None,
+    numbers: tuple[int, ...] = (),
+    between: Link | None = None,
+) -> Topology:
     if isinstance(hardware, Hardware):
         return Topology.of_record(mesh, hardware, numbers)
     if hardware not in cost.DEVICES:
         raise InputError(f"unknown device {hardware!r}; known are {', '.join(cost.DEVICES)}, or pass a Hardware record")
-    return Topology.of_machines(mesh, hardware, per_node, numbers)
+    return Topology.of_machines(mesh, hardware, per_node, numbers, between)

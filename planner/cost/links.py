@@ -104,6 +104,16 @@ def algorithms_of(link: Link) -> tuple[Algorithm, ...]:
     return ALGORITHMS.get(link.name.rpartition("x ")[2], _UNKNOWN_LINK)
 
 
+def network_link(node_bytes_per_s: float, devices_per_node: int) -> Link:
+    """The share of one device in a node's network of a stated rate; a plain ring runs over it."""
+    return Link(
+        f"network of {node_bytes_per_s * 8 / 1e9:g} Gbit/s per node",
+        0.9 * node_bytes_per_s / devices_per_node,
+        3e-5,
+        "the rate that was given, shared by the node's devices; 90 % of it and 30 us per message (TCP) are assumed",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """How a kind of device is wired: the links inside a node and between nodes, and the usual node."""

@@ -58,7 +58,14 @@ class Topology:
     source: str = "datasheet"
 
     @classmethod
-    def of_machines(cls, shape: MeshShape, device: str, per_node: int | None = None, numbers: tuple[int, ...] = ()) -> Topology:
+    def of_machines(
+        cls,
+        shape: MeshShape,
+        device: str,
+        per_node: int | None = None,
+        numbers: tuple[int, ...] = (),
+        between: Link | None = None,
+    ) -> Topology:
         """A known device in nodes.
 
         Args:
@@ -66,6 +73,7 @@ class Topology:
             device: name of a known device, any case.
             per_node: devices per node; None: the usual node (8 GPUs, or one machine for CPUs).
             numbers: as the attribute.
+            between: link between nodes; None: the usual one.
 
         Raises:
             InputError: the device is not known.
@@ -76,7 +84,7 @@ class Topology:
         where = f"nodes of {per_node}" if per_node < ONE_MACHINE else "one machine"
         levels = [Level(per_node, machine.inside)]
         if per_node < ONE_MACHINE:
-            levels.append(Level(ONE_MACHINE, machine.between))
+            levels.append(Level(ONE_MACHINE, between or machine.between))
         return cls(shape, record, tuple(levels), numbers, source=f"data sheets and published measurements, {where}")
 
     @classmethod

@@ -60,28 +60,33 @@ class Cluster:
         nodes: number of machines.
         devices_per_node: devices in each.
         device: name of a known device (``"H100"``, ``"H200"``, ``"A100-80"``, ``"CPU"``), see ``hardware``.
+        node_bytes_per_s: what the network carries in one direction per node; None: the usual network of such nodes.
     """
 
     nodes: int
     devices_per_node: int
     device: str
+    node_bytes_per_s: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
         """Read ``"8x8xH100"`` (nodes x devices per node x device) or ``"8xH100"`` (one node).
 
+        ``"4x8xA100-80@25Gbit"`` says what the network carries per node, in 10^9 bits per second.
+
         Raises:
             InputError: the text has another form, or a count is zero.
         """
-        found = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w.-]*)", text.strip())
-        if found is None or int(found[1] or 1) < 1 or int(found[2]) < 1:
+        found = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w.-]*)(?:@(\d+(?:\.\d+)?)Gbit)?", text.strip())
+        if found is None or int(found[1] or 1) < 1 or int(found[2]) < 1 or (found[4] and float(found[4]) == 0):
             raise InputError(
-                f"cluster {text!r} is not NODESxGPUSxDEVICE with counts of at least 1, for example '8x8xH100' or '4xA100-80'"
+                f"cluster {text!r} is not NODESxGPUSxDEVICE with counts of at least 1, for example '8x8xH100', '4xA100-80' or '4x8xA100-80@25Gbit'"
             )
-        return cls(int(found[1] or 1), int(found[2]), found[3])
+        return cls(int(found[1] or 1), int(found[2]), found[3], float(found[4]) * 1e9 / 8 if found[4] else None)
 
     def __str__(self) -> str:
-        return f"{self.nodes}x{self.devices_per_node}x{self.device}"
+        network = "" if self.node_bytes_per_s is None else f"@{self.node_bytes_per_s * 8 / 1e9:g}Gbit"
+        return f"{self.nodes}x{self.devices_per_node}x{self.device}{network}"
 
     @property
     def mesh(self) -> MeshShape:
