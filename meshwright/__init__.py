@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright import collector
 
 if TYPE_CHECKING:
+    from meshwright.advice import advise as advise
     from meshwright.api import autoparallelize as autoparallelize, plan as plan
     from meshwright.calculator import memory as memory
     from meshwright.custom import rule as rule
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 _HOME = {
     "autoparallelize": "meshwright.api",
     "plan": "meshwright.api",
+    "advise": "meshwright.advice",
     "memory": "meshwright.calculator",
     "rule": "meshwright.custom",
     "Cluster": "meshwright.planner.ir.mesh",

@@ -133,7 +133,9 @@ def advise(
     """
     where = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     module = model_of(model)
-    request = Request(optimizer=optimizer, precision=precision, memory_limit=memory_limit, recompute=recompute, alternatives=False)
+    request = Request(
+        optimizer=optimizer, precision=precision, memory_limit=memory_limit, recompute=recompute, alternatives=False
+    )
     names = _known() if strategies is None else tuple(strategies)
     for name in names:
         replace(request, strategy=name)
@@ -214,16 +216,16 @@ def _option(name: str, found: Tried, limit: int, fastest_s: float) -> Option:
         return Option(name, False, None, found.needed_bytes, None, (), _too_much(found, limit))
     moved = sum(c.count * c.bytes for c in found.collectives)
     predicted = found.predicted
-    return Option(
-        name, True, predicted.step_time_s, predicted.peak_memory_bytes, moved, found.mesh.sizes, _why(found, fastest_s)
-    )
+    return Option(name, True, predicted.step_time_s, predicted.peak_memory_bytes, moved, found.mesh.sizes, _why(found, fastest_s))
 
 
 def _too_much(error: InfeasibleError, limit: int) -> str:
     if error.needed_bytes is None:
         return f"contradicts itself: {error}"
     over = error.needed_bytes - limit
-    return f"does not fit: it needs at least {format_bytes(error.needed_bytes)} per device, {format_bytes(over)} more than there is"
+    return (
+        f"does not fit: it needs at least {format_bytes(error.needed_bytes)} per device, {format_bytes(over)} more than there is"
+    )
 
 
 def _why(plan: Plan, fastest_s: float) -> str:

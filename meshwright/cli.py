@@ -127,6 +127,46 @@ def memory(
     print_memory(found, terminal if terminal.is_terminal else Console(highlight=False, width=_PIPE_WIDTH))
 
 
+@app.command()
+def advise(
+    model: Annotated[str, typer.Argument(help="A Hugging Face config.json (or its directory), or package.module:factory.")],
+    cluster: Annotated[str, typer.Option(help="NODESxDEVICESxKIND, for example 8x8xH100, or 4x8xA100-80@25Gbit.")],
+    batch: Annotated[int, typer.Option(min=1, help="Global batch size.")],
+    seq: Annotated[int, typer.Option(min=1, help="Sequence length.")] = 2048,
+    precision: Annotated[str | None, typer.Option(help="bf16-mixed, or leave the model's own.")] = None,
+    optimizer: Annotated[str, typer.Option(help="Whose state is counted.")] = "adamw",
+    memory: Annotated[str | None, typer.Option(help="Limit per device, for example 60GiB.")] = None,
+    recompute: Annotated[str | None, typer.Option(help="none, selective or full; or leave it to the search.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """Plan every named strategy and say which to use, and why."""
+    from json import dumps
+
+    with _Phases(Console(stderr=True)) as phases:
+        phases("load")
+        from meshwright.advice import advise as find
+        from meshwright.models import load_named
+
+        named = load_named(model, batch, seq)
+        found = find(
+            named.model,
+            cluster,
+            named.example_inputs,
+            optimizer=optimizer,
+            precision=precision,
+            memory_limit=memory,
+            recompute=recompute,
+            progress=phases,
+        )
+    if json:
+        typer.echo(dumps(found.to_json_dict(), indent=1))
+        return
+    from meshwright.report.advice import print_advice
+
+    terminal = Console(highlight=False)
+    print_advice(found, terminal if terminal.is_terminal else Console(highlight=False, width=_PIPE_WIDTH))
+
+
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
     script: Annotated[str, typer.Argument(help="The script that every rank runs.")],

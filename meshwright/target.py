@@ -93,9 +93,9 @@ def target_of(mesh_or_cluster: Any, hardware: Hardware | str | None = None) -> T
         mesh_or_cluster = Cluster.parse(mesh_or_cluster)
     if isinstance(mesh_or_cluster, Cluster):
         cluster = mesh_or_cluster
-        rate, per_node = cluster.node_bytes_per_s, cluster.devices_per_node
-        between = None if rate is None else network_link(rate, per_node)
-        return Target(_topology(cluster.mesh, hardware or cluster.device, per_node, between=between), searched=True)
+        rate, each = cluster.node_bytes_per_s, cluster.devices_per_node
+        between = None if rate is None else network_link(rate, each)
+        return Target(_topology(cluster.mesh, hardware or cluster.device, each, between=between), searched=True)
     if isinstance(mesh_or_cluster, MeshShape):
         if hardware is None:
             raise InputError(
