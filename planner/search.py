@@ -215,15 +215,18 @@ class _Search:
 
     def _natural(self, name: str) -> list[OnMesh]:
         """The meshes that a named strategy is used on: all devices in one axis, or as they are given; tensor parallelism inside
-        nodes, and over everything."""
+        nodes."""
         if strategy_named(name).model is None:
             return [on for k, on in enumerate(self.meshes) if k == 0 or on.mesh.num_axes == 1]
-        inner = [on for k, on in enumerate(self.meshes) if k == 0 or on.where.is_inner or on.mesh.num_axes == 1]
+        inner = [on for k, on in enumerate(self.meshes) if k == 0 or on.where.is_inner]
         return sorted(inner, key=lambda on: -on.mesh.sizes[-1])
 
     def _alternative(self, name: str) -> tuple[Alternative, Found | None]:
         """A named strategy on the mesh that is best for it; where it fits on none, what it needs on the one it needs least on."""
-        race = Race(name, _COMPARED).run(self._natural(name))
+        natural = self._natural(name)
+        race = Race(name, _COMPARED).run(natural)
+        if race.best is None:  # everything in one axis takes the least memory
+            race.run([on for on in self.meshes if on.mesh.num_axes == 1 and on not in natural])
         if race.best is not None:
             outcome = race.best.outcome
             sizes = race.best.on.mesh.sizes
