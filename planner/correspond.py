@@ -127,7 +127,8 @@ class _Owners:
             owned = {self.owner[n] for n in inputs if n.op == "placeholder" and n in self.owner}
             return owned.pop() if len(owned) == 1 else None
         owned = {self.owner[n] for n in inputs if n in self.owner}
-        return min(owned) if owned and node.target in _FROM_OPERANDS else None
+        is_inside = len(owned) == 1 and all(n in self.owner for n in inputs)  # the backward of an op that works in place
+        return min(owned) if owned and (is_inside or node.target in _FROM_OPERANDS) else None
 
 
 # --- what corresponds ---------------------------------------------------------------------------------------------

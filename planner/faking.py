@@ -107,3 +107,30 @@ def faked(model: nn.Module, mode: FakeTensorMode, trainable: bool) -> Iterator[N
             for store, before in stores:
                 store.clear()
                 store.update(before)
+
+
+def low_precision(precision: str | None) -> torch.dtype | None:
+    """What floating parameters and inputs are cast to at the start of the forward; None for nothing."""
+    return torch.bfloat16 if precision == "bf16-mixed" else None
+
+
+@contextmanager
+def cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """While entered, floating parameters read as casts to ``dtype``, each made once."""
+    if dtype is None:
+        yield
+        return
+    saved = [(m, dict(m._parameters)) for m in model.modules()]
+    casts: dict[int, torch.Tensor] = {}
+    try:
+        for module, parameters in saved:
+            for name, p in parameters.items():
+                if p is not None and p.is_floating_point():
+                    if id(p) not in casts:
+                        casts[id(p)] = p.to(dtype)
+                    module._parameters[name] = casts[id(p)]  # type: ignore[assignment]
+        yield
+    finally:
+        for module, parameters in saved:
+            module._parameters.clear()
+            module._parameters.update(parameters)

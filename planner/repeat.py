@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from meshwright.planner import remat, trace, walk
 from meshwright.planner.alike import Stack, find_stacks, shortened
 from meshwright.planner.correspond import Match, Unlike, correspond
-from meshwright.planner.faking import buffer_names, parameter_names
+from meshwright.planner.faking import buffer_names, low_precision, parameter_names
 from meshwright.planner.ir.errors import TraceError
 from meshwright.planner.ir.graph import Capture, OpGraph, Repeat, ops_of
 from meshwright.planner.ir.recompute import Recompute
@@ -289,7 +290,7 @@ def capture_folded(
             break
         try:
             progress("capture")
-            _check_forward(model, args, kwargs or {}, tried)
+            _check_forward(model, args, kwargs or {}, tried, low_precision(precision))
             with shortened(model, tried):
                 small = captured()
             traced = _Traced(small, find_lists(model, tried), tried, state_order(model))
@@ -312,7 +313,9 @@ def _planned(folded: Folded) -> Folded:
     return folded
 
 
-def _check_forward(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], stacks: tuple[Stack, ...]) -> None:
+def _check_forward(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], stacks: tuple[Stack, ...], low: torch.dtype | None
+) -> None:
     """See :mod:`~meshwright.planner.walk`.
 
     Raises:
@@ -320,9 +323,9 @@ def _check_forward(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
     """
     try:
         with trace.as_captured(args, kwargs):
-            whole = walk.story(model, args, kwargs, stacks)
+            whole = walk.story(model, args, kwargs, stacks, low)
             with shortened(model, stacks):
-                short = walk.story(model, args, kwargs, stacks)
+                short = walk.story(model, args, kwargs, stacks, low)
     except Exception as e:  # whatever the model raises: its capture says it better
         raise Unlike(f"its forward on fake tensors raises {type(e).__name__}: {e}") from e
     walk.check_stories(whole, short, stacks)

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from meshwright.planner import decompose, masks
 from meshwright.planner.assemble import Assembly
 from meshwright.planner.explain import explained
-from meshwright.planner.faking import buffer_names, fake_like, faked, parameter_names
+from meshwright.planner.faking import buffer_names, cast_parameters, fake_like, faked, low_precision, parameter_names
 from meshwright.planner.ir.errors import InputError, TraceError
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.structure import Call, flatten
@@ -41,13 +41,13 @@ class _Program(nn.Module):
         self.model = model
         self._call = call
         self._training_graph = training
-        self._low = torch.bfloat16 if precision == "bf16-mixed" else None
+        self._low = low_precision(precision)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self._low is not None:
             tensors = tuple(t.to(self._low) if t.is_floating_point() else t for t in tensors)
         args, kwargs = self._call.arguments(tensors)
-        with _cast_parameters(self.model, self._low), _written_back(self.model):
+        with cast_parameters(self.model, self._low), _written_back(self.model):
             output = self.model(*args, **kwargs)
         return self._results(output)
 
@@ -75,28 +75,6 @@ def _differentiable(leaves: Sequence[Any]) -> set[int]:
     grads = {i: t for i, t in enumerate(leaves) if isinstance(t, torch.Tensor) and t.requires_grad}
     losses = {i for i, t in grads.items() if t.dim() == 0}
     return losses or set(grads)
-
-
-@contextlib.contextmanager
-def _cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """While entered, floating parameters read as casts to ``dtype``, each made once."""
-    if dtype is None:
-        yield
-        return
-    saved = [(m, dict(m._parameters)) for m in model.modules()]
-    casts: dict[int, torch.Tensor] = {}
-    try:
-        for module, parameters in saved:
-            for name, p in parameters.items():
-                if p is not None and p.is_floating_point():
-                    if id(p) not in casts:
-                        casts[id(p)] = p.to(dtype)
-                    module._parameters[name] = casts[id(p)]  # type: ignore[assignment]
-        yield
-    finally:
-        for module, parameters in saved:
-            module._parameters.clear()
-            module._parameters.update(parameters)
 
 
 @contextlib.contextmanager

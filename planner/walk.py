@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.planner.alike import Stack
 from meshwright.planner.correspond import Unlike, child_of
-from meshwright.planner.faking import fake_like, faked
+from meshwright.planner.faking import cast_parameters, fake_like, faked
 
 # Where an op ran: ("", 0) outside of the stacks, else (path of the stack, number of the child).
 Place = tuple[str, int]
@@ -105,14 +105,19 @@ def _watched(model: nn.Module, recorder: _Recorder, stacks: Sequence[Stack]) -> 
             handle.remove()
 
 
-def story(model: nn.Module, args: Any, kwargs: Any, stacks: Sequence[Stack]) -> Story:
-    """What the model's forward does, as it is now: whole, or shortened."""
+def _cast(tensor: torch.Tensor, low: torch.dtype | None) -> torch.Tensor:
+    return tensor if low is None or not tensor.is_floating_point() else tensor.to(low)
+
+
+def story(model: nn.Module, args: Any, kwargs: Any, stacks: Sequence[Stack], low: torch.dtype | None = None) -> Story:
+    """What the model's forward does, as it is now: whole, or shortened; with floats cast to ``low`` where that is given."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-    fakes = [fake_like(x, mode) if isinstance(x, torch.Tensor) else x for x in leaves]
+    fakes = [_cast(fake_like(x, mode), low) if isinstance(x, torch.Tensor) else x for x in leaves]
     counts = {s.path: (len(list(model.get_submodule(s.path).children())), s.first) for s in stacks}
     with ExitStack() as stack:
         stack.enter_context(faked(model, mode, False))
+        stack.enter_context(cast_parameters(model, low))
         recorder = _Recorder(_known(model, stacks, fakes), counts)
         stack.enter_context(_watched(model, recorder, stacks))
         for context in (mode, torch.no_grad(), recorder):

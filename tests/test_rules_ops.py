@@ -13,7 +13,7 @@ from meshwright.passes.local import run_local
 from meshwright.planner.ir.graph import Op
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.plan import OpSpec
-from meshwright.planner.ir.spec import R, S
+from meshwright.planner.ir.spec import P, R, S
 from meshwright.planner.rules import rows_for
 from tests.helpers.op_calls import FAMILIES, Call
 
@@ -63,3 +63,27 @@ def test_random_shards_differ_and_replicas_agree_when_each_rank_draws_its_own():
     }
     assert drawn[0, 0].shape == (4, 6)
     assert torch.equal(drawn[0, 0], drawn[0, 1]) and not torch.equal(drawn[0, 0], drawn[1, 0])
+
+
+def test_grouped_products_shard_the_matrices_dims_and_keep_rows_and_groups_whole():
+    """Proved by hand: the kernel takes bfloat16 only, and not the strides that the prover makes."""
+    grouped = torch.ops.aten._grouped_mm.default
+    torch.manual_seed(0)
+    x, w, g = torch.randn(16, 32).bfloat16(), torch.randn(2, 32, 48).bfloat16(), torch.randn(16, 48).bfloat16()
+    ends = torch.tensor([6, 16], dtype=torch.int32)
+    for a, b in ((x, w), (x.T, g)):
+        whole = grouped(a, b, ends)
+        op, _ = prove.op_of_call(grouped, a, b, ends)
+        rows = {(row.ins[:2], row.outs) for row in rows_for(op) or () if any(p.is_shard for p in row.ins)}
+        assert rows == ({((S(1), S(1)), (P,)), ((R, S(2)), (S(1),))} if b is w else {((S(0), R), (S(1),)), ((R, S(1)), (S(2),))})
+        for (pa, pb), (out,) in rows:
+            pieces = [
+                grouped(
+                    a if pa == R else a.chunk(2, pa.dim)[k].contiguous(),
+                    b if pb == R else b.chunk(2, pb.dim)[k].contiguous(),
+                    ends,
+                )
+                for k in range(2)
+            ]
+            found = pieces[0] + pieces[1] if out == P else torch.cat(pieces, out.dim)
+            torch.testing.assert_close(found, whole, atol=0.2, rtol=0.05)

@@ -80,6 +80,15 @@ def _linear(p: Pieces) -> np.ndarray:
     return matmul_s(p, 1.0, out[:, :-1].prod(axis=1), p.ins[0][:, -1], out[:, -1])
 
 
+def _grouped(p: Pieces) -> np.ndarray:
+    """As many matmuls as groups, of equal sizes: how routing spreads rows is not known before it runs."""
+    a, b = p.ins[0], p.ins[1]
+    groups = float(p.op.ins[2].shape[0])
+    if b.shape[1] == 3:
+        return matmul_s(p, groups, a[:, 0] / groups, a[:, 1], b[:, 2])
+    return matmul_s(p, groups, a[:, 0], a[:, 1] / groups, b[:, 1])
+
+
 def _convolution(p: Pieces) -> np.ndarray:
     y, w = p.out(), p.ins[1]
     if argument(p.op, "transposed", False):
@@ -160,6 +169,7 @@ KERNELS: dict[str, Callable[[Pieces], np.ndarray]] = {
     "aten.bmm": _bmm,
     "aten.baddbmm": _bmm,
     "aten.linear": _linear,
+    "aten._grouped_mm": _grouped,
     "aten.convolution": _convolution,
     "aten.convolution_backward": _convolution_backward,
 }

@@ -47,6 +47,22 @@ def linear(op: Op) -> Rows:
     return [added_partial(row, 2) for row in einsum(op, "...k,nk,n->...n", linear=[(0, 2), (1, 2)])]
 
 
+@rule("aten._grouped_mm.default")
+def grouped(op: Op) -> Rows:
+    """Rows sorted by group, each group with a matrix of its own; or sums over the rows of each group (the weights' gradient).
+
+    ``offs`` are positions in the whole list of rows, so rows and groups stay whole; the matrices' dims shard::
+
+        x [T,K], w [E,K,N], offs [E] -> y [T,N]        K (partial), N
+        x [K,T], g [T,N],   offs [E] -> gw [E,K,N]     K, N
+    """
+    if len(op.ins) != 3:
+        return []
+    forms = {(2, 3): "_k,_kn,_->_n", (2, 2): "k_,_n,_->_kn"}
+    form = forms.get((len(op.ins[0].shape), len(op.ins[1].shape)))
+    return [] if form is None else einsum(op, form, linear=[(0,), (1,)])
+
+
 def added_partial(row: Row, index: int) -> Row:
     """The row with the operand that is added made partial where the result is."""
     if row.outs[0] != P or P in row.ins:
