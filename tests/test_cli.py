@@ -82,6 +82,18 @@ def test_devices_lists_every_record(monkeypatch, capsys):
         (("plan", "CONFIG", "--cluster", "8xH100", "--batch", "4", "--precision", "fp8"), "precision='fp8' is not known"),
         (("plan", "CONFIG", "--cluster", "8xH100", "--batch", "4", "--memory", "much"), "memory 'much' is not a positive size"),
         (("run", "-n", "2", "nowhere.py"), "script 'nowhere.py' does not exist"),
+        (
+            ["plan", "CONFIG", "--cluster", "2x2xH100", "--batch", "8", "--seq", "32", "--degrees", "tp:2"],
+            "degrees 'tp:2' is not NAME=DEVICES,... with each name once",
+        ),
+        (
+            ["plan", "CONFIG", "--cluster", "2x2xH100", "--batch", "8", "--seq", "32", "--degrees", "tp=3"],
+            "degrees tp=3 = 3 do not divide the 4 devices of 2x2",
+        ),
+        (
+            ["plan", "CONFIG", "--cluster", "2x2xH100", "--batch", "8", "--seq", "32", "--logical-mesh", "best"],
+            "logical_mesh='best' is not known: use 'search', 'given'",
+        ),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(monkeypatch, capsys, config, arguments, message):
