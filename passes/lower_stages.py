@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -112,21 +113,19 @@ def lower_stages(
     verify_plan(plan, capture.graph)
     wanted = tuple(range(plan.pipeline.num_stages) if stages is None else stages)
     work = _Lowering(capture, plan, tuple(coordinate), tuple(group_names), wanted, device, bucket_bytes)
-    first = work.run(0)
     count = plan.pipeline.micro_batches
-    if count == 1 or _text(work.run(count - 1)) == _text(first):
-        return first
-    others = [work.run(i) for i in range(1, count)]
-    return replace(first, stages=(*first.stages, *(o.stages[0] for o in others)))
+    first = work.rewritten(0)
+    alike = count == 1 or _text(work.rewritten(count - 1)) == _text(first)  # before cutting, which changes the graph
+    program = work.cut(first, 0)
+    if alike:
+        return program
+    others = [work.cut(work.rewritten(i), i) for i in range(1, count)]
+    return replace(program, stages=(*program.stages, *(o.stages[0] for o in others)))
 
 
-def _text(program: PipelineProgram) -> list[str]:
-    """What the stages compute: micro-batches may differ in constants (where their piece lies), or not."""
-    found = []
-    for stage in program.stages[0].values():
-        for gm in (stage.local.forward, stage.local.backward):
-            found.append("" if gm is None else "\n".join(f"{n.target} {n.args} {n.kwargs}" for n in gm.graph.nodes))
-    return found
+def _text(gm: fx.GraphModule) -> str:
+    """What a graph computes: micro-batches may differ in constants (where their piece lies), which grow from first to last."""
+    return "\n".join(f"{n.target} {n.args} {n.kwargs}" for n in gm.graph.nodes)
 
 
 @dataclass(frozen=True)
@@ -139,18 +138,31 @@ class _Lowering:
     device: torch.device | None
     bucket_bytes: int
 
-    def run(self, micro_batch: int) -> PipelineProgram:
-        """The programs as ``micro_batch`` runs them."""
-        pipeline = self.plan.pipeline
-        assert pipeline is not None
-        several = pipeline.micro_batches > 1
-        plan = with_time_axis(self.plan, self.capture.graph) if several else replace(self.plan, pipeline=None)
-        verify_plan(plan, self.capture.graph)
+    @cached_property
+    def full(self) -> Plan:
+        """The plan with micro-batches as an axis, without stages."""
+        assert self.plan.pipeline is not None
+        if self.plan.pipeline.micro_batches == 1:
+            return replace(self.plan, pipeline=None)
+        full = with_time_axis(self.plan, self.capture.graph)
+        verify_plan(full, self.capture.graph)
+        return full
+
+    def rewritten(self, micro_batch: int) -> fx.GraphModule:
+        """The joint graph of this rank in one micro-batch."""
+        several = self.full.mesh.num_axes > len(self.coordinate)
         at = (micro_batch, *self.coordinate) if several else self.coordinate
         groups = ("time", *self.group_names) if several else self.group_names
-        label = f"rank-{'-'.join(map(str, at))}"
-        passes = (RewriteForRank(self.capture, plan, at, groups, self.device), VerifyProgram(plan, self.capture.graph))
-        joint = run_passes(passes, self.capture.gm, label)
+        passes = (RewriteForRank(self.capture, self.full, at, groups, self.device), VerifyProgram(self.full, self.capture.graph))
+        return run_passes(passes, self.capture.gm, self.label(micro_batch))
+
+    def label(self, micro_batch: int) -> str:
+        return f"rank-{'-'.join(map(str, self.coordinate))}-micro-{micro_batch}"
+
+    def cut(self, joint: fx.GraphModule, micro_batch: int) -> PipelineProgram:
+        """The programs of the rank's stages as ``micro_batch`` runs them."""
+        pipeline, label = self.plan.pipeline, self.label(micro_batch)
+        assert pipeline is not None
         stages = assign_stages(joint, self.capture.graph, pipeline.cuts)
         roots = self.roots(joint, stages)
         times = time_nodes(joint, stages, pipeline.micro_batches)
