@@ -25,7 +25,7 @@ from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.recompute import LEVELS
 from meshwright.planner.ir.spec import parse_placements
 from meshwright.planner.meshes import LogicalMesh, MeshRequest, finer, logical_meshes
-from meshwright.planner.pipelined import PipelineRequest, with_pipeline
+from meshwright.planner.pipelined import PipelineRequest, resolved, with_pipeline
 from meshwright.planner.repeat import Folded, capture_folded
 from meshwright.planner.solve.memory import RESERVE
 from meshwright.report.units import parse_bytes
@@ -220,9 +220,10 @@ def _plan_in_stages(
 ) -> Plan:
     """The plan of the whole program on the devices of one stage, with as much memory as all stages have; then cut."""
     inside, link = target.stage(stages.degree)
+    stages = resolved(stages, captured.whole_view, inside.mesh.num_devices)
     device = target.topology.device
     limit = int(device.memory_bytes * (1 - RESERVE)) if request.memory_limit is None else parse_bytes(request.memory_limit)
-    of_stage = replace(request, memory_limit=limit * stages.degree, alternatives=False)
+    of_stage = replace(request, memory_limit=limit * stages.degree, alternatives=False, micro_batches=stages.micro_batches)
     plan = _plan_whole(captured, inside, of_stage, model, tell)
     tell("cut stages")
     started = time.perf_counter()

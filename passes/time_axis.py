@@ -49,7 +49,7 @@ def with_time_axis(plan: Plan, graph: OpGraph) -> Plan:
     )
     made = made_placements(full, graph)
     outputs = tuple(
-        None if p is None or result.value is None else (_final(result, made[result.value.name][0]), *p)
+        None if p is None or result.value is None else _final(result, made[result.value.name], p)
         for result, p in zip(graph.outputs, plan.outputs, strict=True)
     )
     full = replace(full, outputs=outputs)
@@ -65,9 +65,12 @@ def _joined(pipeline: Pipeline, name: str, spec: OpSpec) -> OpSpec:
     return OpSpec(ins, outs)
 
 
-def _final(result: GraphOutput, made: Placement) -> Placement:
-    """An output that is cut stays cut; everything else is complete."""
-    return made if result.role == "output" and made.is_shard else R
+def _final(result: GraphOutput, made: Placements, planned: Placements) -> Placements:
+    """Results are complete over time. What a step does not return, outputs that are no scalars, stays where it is made, as it may
+    not divide where the plan would bring it."""
+    if result.role == "output" and result.value is not None and result.value.shape:
+        return tuple(R if p.is_partial else p for p in made)
+    return (R, *planned)
 
 
 def _paths(plan: Plan, full: Plan, graph: OpGraph) -> tuple[Redistribution, ...]:

@@ -22,6 +22,7 @@ from meshwright.planner.ir.hardware import Hardware
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.recompute import Recompute
 from meshwright.planner.meshes import LogicalMesh
+from meshwright.planner.micro import TimeSpecs, time_specs
 from meshwright.planner.options import Clock, Options
 from meshwright.planner.pinned import folded_pins
 from meshwright.planner.solve.candidates import Edges, edges
@@ -29,6 +30,7 @@ from meshwright.planner.solve.diagnose import ROW_MARGIN, explain_infeasible
 from meshwright.planner.solve.floor import Floors
 from meshwright.planner.solve.follow import rows_following_batch
 from meshwright.planner.solve.memory import optimizer_bytes
+from meshwright.planner.solve.micro_batches import restrict_to_micro_batches
 from meshwright.planner.solve.optimise import Effort, Excluded, Solution, Unlimited, optimise_below, relaxed_bound_s
 from meshwright.planner.solve.outline import part_of, repeated_part, with_floor_of_the_rest
 from meshwright.planner.solve.pins import Pin, find_pins, restrict_to_pins
@@ -100,6 +102,15 @@ class Program:
         graph, times = self.capture.graph, self.clusters.times
         values = [*graph.saved, *(p.value for p in graph.inputs_of("parameter"))]
         return sum(v.size_bytes * times(v.name) for v in values) / num_devices
+
+    @cached_property
+    def times(self) -> TimeSpecs:
+        """Where everything lies over the axis of micro-batches.
+
+        Raises:
+            InputError: the batch cannot be cut so.
+        """
+        return time_specs(self.capture.graph, self.options.micro_batches)
 
 
 def _clusters(capture: Capture, options: Options, clock: Clock) -> ClusterGraph:
@@ -282,6 +293,9 @@ class OnMesh:
             for pin in pins:
                 by_pattern.setdefault(pin.pattern, {})[cluster] = (pin,)
         parts += [(f"pin {pattern!r}", restrict_to_pins(tables, pins)) for pattern, pins in by_pattern.items()]
+        if self.program.options.micro_batches > 1:
+            times, count = self.program.times, self.program.options.micro_batches
+            parts.append((f"{count} micro-batches", restrict_to_micro_batches(tables, times.inputs, times.ops, count)))
         if self.where.rules:
             parts.append((self.where.demand, restrict(tables, self.where.rules, self.where.demand)))
         return parts

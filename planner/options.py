@@ -36,6 +36,7 @@ class Options:
         model: the model's class name, for people.
         progress: called with the name of each phase as it begins.
         effort: gap and limits of the solver.
+        micro_batches: into how many pieces the batch will be cut: devices must be able to share each of them.
     """
 
     strategy: str = "auto"
@@ -49,6 +50,7 @@ class Options:
     model: str = ""
     progress: Callable[[str], None] | None = None
     effort: Effort = field(default_factory=Effort)
+    micro_batches: int = 1
 
     def memory_limit(self, hardware: Hardware) -> int:
         """Bytes per device."""

@@ -5,7 +5,6 @@ The plan was made for the whole batch and the whole program on the devices of on
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +15,6 @@ from meshwright.planner.ir.graph import OpGraph
 from meshwright.planner.ir.hardware import Hardware, Link
 from meshwright.planner.ir.pipeline import Pipeline, check_schedule, schedule_named, stage_of_op
 from meshwright.planner.ir.plan import Plan, Prediction
-from meshwright.planner.ir.spec import divides
 from meshwright.planner.micro import batch_length, time_specs
 from meshwright.planner.orders import Action, orders
 from meshwright.planner.simulate import Simulated, StageBytes, simulate
@@ -44,31 +42,62 @@ class PipelineRequest:
     stages_per_rank: int | None = None
 
 
-def with_pipeline(plan: Plan, graph: OpGraph, request: PipelineRequest, hardware: Hardware, link: Link) -> Plan:
-    """``plan`` in stages.
+def resolved(request: PipelineRequest, graph: OpGraph, devices: int) -> PipelineRequest:
+    """The request with everything chosen that it leaves open.
 
     Args:
-        plan: for the whole program on the devices of one stage, made under ``degree`` times the memory of a device.
-        graph: the program.
         request: what is asked.
-        hardware: of a stage.
-        link: between neighbouring stages.
+        graph: the program.
+        devices: number of devices of a stage.
 
     Raises:
         InputError: the batch, the program or the schedule does not allow it.
-        InfeasibleError: the fullest rank needs more than the memory limit.
     """
-    count = request.micro_batches or _micro_batches(graph, plan, request)
+    count = request.micro_batches or _micro_batches(graph, request, devices)
     name = request.schedule or ("gpipe" if count < request.degree else "1f1b")
     least, most = schedule_named(name).stages_per_rank
     each = request.stages_per_rank or (2 if most is None else least)
     check_schedule(name, request.degree, request.degree * each, count)
-    times = time_specs(graph, count)
+    return PipelineRequest(request.degree, name, count, each)
+
+
+def _micro_batches(graph: OpGraph, request: PipelineRequest, devices: int) -> int:
+    """The most that divide the batch, up to a few per rank; such that all devices of a stage can share each, if there are any."""
+    if request.schedule == "naive":
+        return 1
+    batch = batch_length(graph)
+    counts = [n for n in range(1, MOST_MICRO_BATCHES_PER_STAGE * request.degree + 1) if batch % n == 0]
+    shared = [n for n in counts if (batch // n) % devices == 0]
+    for count in sorted(shared or counts, reverse=True):
+        try:
+            time_specs(graph, count)
+        except InputError:
+            return 1
+        return count
+    return 1
+
+
+def with_pipeline(plan: Plan, graph: OpGraph, request: PipelineRequest, hardware: Hardware, link: Link) -> Plan:
+    """``plan`` in stages.
+
+    Args:
+        plan: for the whole program on the devices of one stage, made under ``degree`` times the memory of a device and for pieces
+            of the batch that its devices can share.
+        graph: the program.
+        request: what is asked, see :func:`resolved`.
+        hardware: of a stage.
+        link: between neighbouring stages.
+
+    Raises:
+        InputError: the program cannot be cut so.
+        InfeasibleError: the fullest rank needs more than the memory limit.
+    """
+    assert request.schedule is not None and request.micro_batches is not None and request.stages_per_rank is not None
+    times = time_specs(graph, request.micro_batches)
     found = profile(graph, plan, CostModel(hardware, plan.mesh))
-    cuts = choose_cuts(found, request.degree * each, link, count)
-    pipeline = Pipeline(request.degree, name, cuts, count, times.inputs, times.ops)
+    cuts = choose_cuts(found, request.degree * request.stages_per_rank, link, request.micro_batches)
+    pipeline = Pipeline(request.degree, request.schedule, cuts, request.micro_batches, times.inputs, times.ops)
     staged = replace(plan, pipeline=pipeline, memory_limit_bytes=plan.memory_limit_bytes // request.degree)
-    _check_pieces(staged, graph)
     predicted = _predicted(staged, graph, found, link)
     if predicted.peak_memory_bytes > staged.memory_limit_bytes:
         raise InfeasibleError(
@@ -78,41 +107,6 @@ def with_pipeline(plan: Plan, graph: OpGraph, request: PipelineRequest, hardware
             needed_bytes=predicted.peak_memory_bytes,
         )
     return replace(staged, predicted=predicted, collectives=())
-
-
-def _micro_batches(graph: OpGraph, plan: Plan, request: PipelineRequest) -> int:
-    """The largest number that divides the batch evenly over the devices, up to a few per rank."""
-    if request.schedule == "naive":
-        return 1
-    batch = batch_length(graph)
-    ways = max((_ways(plan, i.value.name) for i in graph.inputs_of("input")), default=1)
-    limit = MOST_MICRO_BATCHES_PER_STAGE * request.degree
-    fitting = [n for n in range(1, limit + 1) if batch % n == 0 and (batch // n) % ways == 0]
-    for count in reversed(fitting):
-        try:
-            time_specs(graph, count)
-        except InputError:
-            return 1
-        return count
-    return 1
-
-
-def _ways(plan: Plan, value: str) -> int:
-    """Over how many devices of a stage dim 0 of a value is shared."""
-    return math.prod(n for p, n in zip(plan.inputs[value], plan.mesh.sizes, strict=True) if p.is_shard and p.dim == 0)
-
-
-def _check_pieces(plan: Plan, graph: OpGraph) -> None:
-    """Refuse micro-batches that the devices of a stage cannot share evenly."""
-    assert plan.pipeline is not None
-    sizes = (plan.pipeline.micro_batches, *plan.mesh.sizes)
-    for given in graph.inputs_of("input"):
-        cut = plan.pipeline.inputs.get(given.value.name)
-        if cut is not None and not divides(given.value.shape, (cut, *plan.inputs[given.value.name]), sizes):
-            raise InputError(
-                f"input {given.name!r} of shape {list(given.value.shape)} cannot be cut into {sizes[0]} micro-batches whose samples are "
-                f"shared evenly by the devices of a stage ({plan.mesh}): use a larger batch or fewer micro-batches"
-            )
 
 
 # --- predictions --------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import fx
 from meshwright.passes.lower_stages import lower_stages
 from meshwright.passes.weights_apart import split_backward
 from meshwright.planner.cost import CostModel
-from meshwright.planner.ir.errors import InputError, PlanFormatError, VerifyError
+from meshwright.planner.ir.errors import InfeasibleError, InputError, PlanFormatError, VerifyError
 from meshwright.planner.ir.hardware import Link
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.pipeline import SCHEDULES, Pipeline, check_schedule
@@ -24,9 +24,10 @@ from meshwright.planner.ir.spec import S
 from meshwright.planner.ir.verify import verify_plan
 from meshwright.planner.micro import time_specs
 from meshwright.planner.stage_cuts import Profile, choose_cuts, profile
+from tests.helpers import pipelines
 from tests.helpers.equality import FLOOR, RTOL, compare
 from tests.helpers.models import ALL
-from tests.helpers.prepared import captured, reference, toy_hardware
+from tests.helpers.prepared import captured, planned, reference, toy_hardware
 from tests.helpers.stages import forward_ops, run_stages, staged_plan
 
 FAMILIES = ("gpt2", "llama", "llama_tied", "t5", "unet_deep")
@@ -249,3 +250,14 @@ def test_folded_schedules_lead_forth_and_back():
     assert [Pipeline(2, "zbv", ("a", "b", "c")).rank_of(s) for s in range(4)] == [0, 1, 1, 0]
     assert [Pipeline(2, "zero_bubble", ("a", "b", "c")).rank_of(s) for s in range(4)] == [0, 1, 0, 1]
     assert all(s.name == name for name, s in SCHEDULES.items())
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_a_stage_is_planned_so_that_its_devices_can_share_every_micro_batch(micro_batches):
+    given = pipelines.trial("gpt2", "gpipe", micro_batches, 2, ((2, 2), "auto"))
+    lower_stages(given.capture, given.plan, (1, 0), ("none", "none"))
+
+
+def test_devices_that_cannot_share_a_micro_batch_are_refused():
+    with pytest.raises(InfeasibleError, match="no plan on mesh 2x2 satisfies 4 micro-batches"):
+        planned("gpt2", (2, 2), "ddp", micro_batches=4)

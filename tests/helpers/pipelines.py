@@ -52,7 +52,10 @@ def trial(
     plan = replace(plan, pipeline=replace(plan.pipeline, degree=degree))
     if inside is not None:
         times = time_specs(capture.graph, micro_batches)
-        plan = replace(planned(name, *inside), pipeline=replace(plan.pipeline, inputs=times.inputs, ops=times.ops))
+        plan = replace(
+            planned(name, *inside, micro_batches=micro_batches),
+            pipeline=replace(plan.pipeline, inputs=times.inputs, ops=times.ops),
+        )
     label = f"{name} {schedule} m={micro_batches} pp={degree} {inside or ''}"
     return Trial(label, ALL[name], ALL[name].model(), capture, plan, reference(name))
 

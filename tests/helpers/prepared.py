@@ -37,7 +37,9 @@ def captured(name: str, precision: str | None = None) -> Capture:
 
 
 @functools.cache
-def planned(name: str, sizes: tuple[int, ...], strategy: str = "auto", precision: str | None = None) -> Plan:
+def planned(
+    name: str, sizes: tuple[int, ...], strategy: str = "auto", precision: str | None = None, micro_batches: int = 1
+) -> Plan:
     """A plan by the search.
 
     Args:
@@ -46,12 +48,19 @@ def planned(name: str, sizes: tuple[int, ...], strategy: str = "auto", precision
         strategy: on toy hardware; or ``"auto in half the memory"`` of the ddp plan; or ``"auto on CPU"``: the record of
             local runs, for which replication is best at this size.
         precision: as in ``capture``.
+        micro_batches: pieces of the batch that the devices must be able to share.
     """
     mesh, limit = MeshShape.of(*sizes), None
     hardware = hardware_for(mesh, "CPU", None) if strategy.endswith("on CPU") else toy_hardware(mesh)
     if strategy.endswith("in half the memory"):
         limit = planned(name, sizes, "ddp", precision).predicted.peak_memory_bytes // 2
-    options = search.Options(strategy=strategy.split()[0], memory_limit_bytes=limit, alternatives=False, model=name)
+    options = search.Options(
+        strategy=strategy.split()[0],
+        memory_limit_bytes=limit,
+        alternatives=False,
+        model=name,
+        micro_batches=micro_batches,
+    )
     return search.make_plan(captured(name, precision), mesh, hardware, options)
 
 
