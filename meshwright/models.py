@@ -127,6 +127,8 @@ def _from_config(path: Path, batch: int, seq: int) -> NamedModel:
         import transformers
     except ImportError:
         raise InputError("a Hugging Face config needs transformers: pip install 'meshwright[hf]'") from None
+    # What it warns of (token ids, loss types, generation) has no weight in a plan.
+    transformers.logging.set_verbosity_error()
     try:
         config = transformers.AutoConfig.from_pretrained(
             path.parent if path.name == "config.json" else path, local_files_only=True
