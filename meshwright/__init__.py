@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         NoRuleError as NoRuleError,
         PlanFormatError as PlanFormatError,
         RuntimeMismatchError as RuntimeMismatchError,
+        SolverError as SolverError,
         StepError as StepError,
         TraceError as TraceError,
         VerifyError as VerifyError,
@@ -58,6 +59,7 @@ _HOME = {
     "PlanFormatError": "meshwright.planner.ir.errors",
     "InfeasibleError": "meshwright.planner.ir.errors",
     "StepError": "meshwright.planner.ir.errors",
+    "SolverError": "meshwright.planner.ir.errors",
     "VerifyError": "meshwright.planner.ir.errors",
     "RuntimeMismatchError": "meshwright.planner.ir.errors",
 }

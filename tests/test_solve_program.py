@@ -9,6 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from meshwright.planner.ir.errors import SolverError
+from meshwright.planner.solve import backend
 from meshwright.planner.solve.backend import Solver
 from meshwright.planner.solve.marginals import proved_costs
 from meshwright.planner.solve.optimise import Effort, Excluded, Solution, optimise, optimise_below, relaxed_bound_s
@@ -190,3 +192,50 @@ def test_a_choice_is_the_same_every_time():
         problem = random_problem(seed)
         first, second = (optimise(problem, Restriction(), NetworkCache(), EXACT) for _ in range(2))
         assert first == second
+
+
+# --- a solver that gives up ---------------------------------------------------------------------------------------
+
+
+class StatusNotOk(Exception):
+    """Stands for OR-tools' own error type, which has no importable name."""
+
+
+def _small_program() -> backend.LinearProgram:
+    """Minimise ``x + 2 y`` with ``x + y >= 1``."""
+    return backend.LinearProgram(
+        np.array([1.0, 2.0]),
+        np.zeros(2),
+        np.ones(2),
+        np.zeros(2, bool),
+        np.array([1.0]),
+        np.array([np.inf]),
+        np.array([0, 0]),
+        np.array([0, 1]),
+        np.array([1.0, 1.0]),
+    )
+
+
+@pytest.mark.parametrize("failures", [0, 1, 2])
+def test_a_program_that_the_solver_gives_up_on_is_solved_another_way(monkeypatch, failures: int) -> None:
+    program, calls, real = _small_program(), [], backend.core.solve
+
+    def solve(*arguments):
+        calls.append(arguments)
+        if len(calls) <= failures:
+            raise StatusNotOk("HighsModelStatus was Unknown [INTERNAL]")
+        return real(*arguments)
+
+    monkeypatch.setattr(backend.core, "solve", solve)
+    answer = backend.Solver(program, integer=False).solve(program.cost)
+    assert answer.objective == pytest.approx(1.0) and len(calls) == failures + 1
+
+
+def test_a_solver_that_always_gives_up_is_a_typed_error(monkeypatch) -> None:
+    def solve(*arguments):
+        raise StatusNotOk("HighsModelStatus was Unknown [INTERNAL]")
+
+    monkeypatch.setattr(backend.core, "solve", solve)
+    program = _small_program()
+    with pytest.raises(SolverError, match="HiGHS gave up on a program of 2 columns and 1 rows: HighsModelStatus was Unknown"):
+        backend.Solver(program, integer=False).solve(program.cost)

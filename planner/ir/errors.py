@@ -41,6 +41,10 @@ class InfeasibleError(MeshwrightError):
         self.needed_bytes = needed_bytes
 
 
+class SolverError(MeshwrightError):
+    """The solver failed on a program that it should be able to solve."""
+
+
 class VerifyError(MeshwrightError):
     """A plan or a rewritten graph breaks its own invariants: a bug of ours or a hand-written plan that is wrong."""
 

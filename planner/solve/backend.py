@@ -11,6 +11,8 @@ from ortools.graph.python import max_flow
 from ortools.math_opt import callback_pb2, model_parameters_pb2, model_pb2, parameters_pb2, result_pb2
 from ortools.math_opt.core.python import solver as core
 
+from meshwright.planner.ir.errors import SolverError
+
 # Level of MESHWRIGHT_DEBUG from which the solver's own log is printed.
 _DEBUG_SOLVER_LOG = 5
 
@@ -88,15 +90,23 @@ def _proto(program: LinearProgram, integer: bool) -> model_pb2.ModelProto:
     return model
 
 
+_WAYS = (
+    (parameters_pb2.EMPHASIS_OFF, parameters_pb2.LP_ALGORITHM_DUAL_SIMPLEX),
+    (parameters_pb2.EMPHASIS_MEDIUM, parameters_pb2.LP_ALGORITHM_DUAL_SIMPLEX),
+    (parameters_pb2.EMPHASIS_MEDIUM, parameters_pb2.LP_ALGORITHM_BARRIER),
+)
+"""Presolve and algorithm: the first is the fastest for flow-form problems (measured); the others are for programs on which HiGHS gives
+up for numerical reasons ("HighsModelStatus was Unknown"), as it did once on two thousand nodes."""
+
+
 def _parameters(
-    integer: bool, gap: float | None, nodes: int | None, time_limit_s: float | None
+    way: tuple[int, int], integer: bool, gap: float | None, nodes: int | None, time_limit_s: float | None
 ) -> parameters_pb2.SolveParametersProto:
-    """Presolve off and the dual simplex: the fastest for flow-form problems (measured). Threads are left alone: HiGHS
-    refuses another number of threads later in the same process."""
-    params = parameters_pb2.SolveParametersProto(presolve=parameters_pb2.EMPHASIS_OFF)
+    """Threads are left alone: HiGHS refuses another number of threads later in the same process."""
+    params = parameters_pb2.SolveParametersProto(presolve=way[0])
     params.enable_output = int(os.environ.get("MESHWRIGHT_DEBUG") or 0) >= _DEBUG_SOLVER_LOG
     if not integer:
-        params.lp_algorithm = parameters_pb2.LP_ALGORITHM_DUAL_SIMPLEX
+        params.lp_algorithm = way[1]
     elif gap is not None:
         params.relative_gap_tolerance = gap
     if integer and nodes is not None:
@@ -143,24 +153,37 @@ class Solver:
             time_limit_s: limit; the answer then says ``"feasible"`` or ``"unknown"``.
 
         Raises:
+            SolverError: the solver gave up for numerical reasons, whatever it was told.
             RuntimeError: the solver failed (a bug: an unbounded or malformed program).
         """
         used = np.flatnonzero(cost)
         self._model.objective.Clear()
         self._model.objective.linear_coefficients.ids.extend(used)
         self._model.objective.linear_coefficients.values.extend(cost[used])
-        return self._read(
-            core.solve(
-                self._model,
-                parameters_pb2.SOLVER_TYPE_HIGHS,
-                parameters_pb2.SolverInitializerProto(),
-                _parameters(self._integer, gap, nodes, time_limit_s),
-                model_parameters_pb2.ModelSolveParametersProto(),
-                None,
-                callback_pb2.CallbackRegistrationProto(),
-                None,
-                None,
-            )
+        failures = []
+        for way in _WAYS:
+            try:
+                return self._read(self._run(_parameters(way, self._integer, gap, nodes, time_limit_s)))
+            except Exception as e:  # OR-tools' own type has no importable name
+                if type(e).__name__ != "StatusNotOk":
+                    raise
+                failures.append(str(e))
+        raise SolverError(
+            f"HiGHS gave up on a program of {self._num_columns} columns and {self._num_rows} rows: {'; '.join(dict.fromkeys(failures))}. "
+            "Plan with fewer choices (degrees=, logical_mesh=, pins=), and please report the model and the cluster"
+        )
+
+    def _run(self, params: parameters_pb2.SolveParametersProto) -> result_pb2.SolveResultProto:
+        return core.solve(
+            self._model,
+            parameters_pb2.SOLVER_TYPE_HIGHS,
+            parameters_pb2.SolverInitializerProto(),
+            params,
+            model_parameters_pb2.ModelSolveParametersProto(),
+            None,
+            callback_pb2.CallbackRegistrationProto(),
+            None,
+            None,
         )
 
     def _read(self, result: result_pb2.SolveResultProto) -> Answer:
