@@ -20,6 +20,7 @@ from meshwright.planner.ir.graph import Capture, GraphOutput
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.spec import Placements, even_local_shape, local_slice
+from meshwright.runtime.boxed import Boxed, boxed, in_a_list
 from meshwright.runtime.compile import compile_program
 from meshwright.runtime.device import use_device_kernels
 from meshwright.runtime.gather import gather_whole
@@ -87,7 +88,8 @@ class BoundProgram:
         outputs: the user outputs, in the order of the output structure's leaves.
         constants: values of the constant placeholders by value name.
         trainable: FQNs of the parameters that it makes gradients for, aliases included.
-        forward: callable of ``local.forward``; ``backward`` likewise (compiled where asked).
+        forward: callable of ``local.forward`` (compiled where asked).
+        backward: likewise; takes its arguments in one list, which it empties, so that what was saved is freed on the way.
         roles: role and name of every placeholder by value name.
         gradient_placements: where each gradient ends, by its name.
     """
@@ -103,7 +105,7 @@ class BoundProgram:
     constants: Mapping[str, torch.Tensor]
     trainable: frozenset[str]
     forward: Callable[..., Sequence[torch.Tensor]]
-    backward: Callable[..., Sequence[torch.Tensor]] | None
+    backward: Boxed | None
     roles: Mapping[str, tuple[str, str]]
     gradient_placements: Mapping[str, Placements]
 
@@ -152,10 +154,11 @@ def bind_program(
         local = lower(capture, plan, coordinate_of(mesh), group_names(mesh), device=device_of(mesh))
     local = use_device_kernels(local, device_of(mesh))
     if compile:
-        forward, backward = compile_program(local, capture)
+        forward, plain = compile_program(local, capture)
+        backward = None if plain is None else in_a_list(plain)
     else:
         local = reduce_in_place(local)
-        forward, backward = local.forward.forward, _forward_of(local.backward)
+        forward, backward = local.forward.forward, None if local.backward is None else boxed(local.backward)
     placeholders, plain = binder.captured(capture)
     wanting = {o.name for o in capture.graph.outputs_of("gradient") if o.value is not None}
     call: Call = {
@@ -201,10 +204,6 @@ def check_plan(capture: Capture, plan: Plan, shape: MeshShape) -> None:
         )
     if plan.mesh.sizes != shape.sizes:
         raise InputError(f"the plan is for a mesh of {plan.mesh}, found one of {shape}: plan again for this mesh")
-
-
-def _forward_of(module: torch.fx.GraphModule | None) -> Callable[..., Any] | None:
-    return None if module is None else module.forward
 
 
 def _call_shape(shape: tuple[int, ...], placements: Placements, mesh: DeviceMesh, batch: str) -> tuple[int, ...]:

@@ -93,7 +93,10 @@ class Step(torch.autograd.Function):
             torch.zeros(shape, dtype=dtype, device=device) if grads[i] is None else _plain(grads[i])
             for i, (shape, dtype, device) in zip(ctx.tangents, ctx.shapes, strict=True)
         ]
-        made = dict(zip(program.local.gradients, program.backward(*ctx.saved_tensors, *tangents), strict=True))
+        given = [*ctx.saved_tensors, *tangents]
+        ctx.maybe_clear_saved_tensors()  # but where the graph is retained; then ``given`` alone holds them
+        del grads, tangents
+        made = dict(zip(program.local.gradients, program.backward(given), strict=True))
         return None, None, None, *(None if made.get(r.name) is None else r.give_back(made[r.name]) for r in ctx.returns)
 
 
