@@ -31,7 +31,7 @@ from meshwright.planner.solve.floor import Floors
 from meshwright.planner.solve.follow import rows_following_batch
 from meshwright.planner.solve.memory import optimizer_bytes
 from meshwright.planner.solve.micro_batches import restrict_to_micro_batches
-from meshwright.planner.solve.optimise import Effort, Excluded, Solution, Unlimited, optimise_below, relaxed_bound_s
+from meshwright.planner.solve.optimise import Effort, Excluded, Solution, Unlimited, optimise, optimise_below, relaxed_bound_s
 from meshwright.planner.solve.outline import part_of, repeated_part, with_floor_of_the_rest
 from meshwright.planner.solve.pins import Pin, find_pins, restrict_to_pins
 from meshwright.planner.solve.price import Outcome, memory_of, objective_s, price
@@ -59,6 +59,7 @@ class Program:
         recompute: what its backward computes again.
         repeated: the clusters of the repeated block; None where there is none.
         repeated_at: their indices among all clusters.
+        held_back_bytes: what is kept off the limit for memory that the solver does not see.
     """
 
     capture: Capture
@@ -71,6 +72,7 @@ class Program:
     recompute: Recompute
     repeated: ClusterGraph | None
     repeated_at: tuple[int, ...]
+    held_back_bytes: int = 0
 
     @classmethod
     def of(
@@ -249,7 +251,7 @@ class OnMesh:
             self.mesh,
             self.costs,
             state_bytes=self.state_bytes,
-            memory_limit_bytes=int(self.program.limit_bytes * (1 - ROW_MARGIN)),
+            memory_limit_bytes=int((self.program.limit_bytes - self.program.held_back_bytes) * (1 - ROW_MARGIN)),
             precision=capture.precision,
             allowed=kept,
         )
@@ -356,7 +358,18 @@ class OnMesh:
         solution, bound = replace(found.solution, chosen=chosen), min(found.bound_s, objective)
         return Found(self, tables, solution, outcome, objective, bound, whole.notes)
 
-    def why_infeasible(self, name: str) -> InfeasibleError:
-        """The error for a strategy that has no plan here."""
+    def smallest(self, name: str) -> Found | None:
+        """A strategy's plan of least memory here, as the solver sees it; None where its demands contradict each other."""
         tables = self.tables_for(name)
-        return explain_infeasible(tables, self._parts(name, tables), self.program.limit_bytes, str(self.program.recompute))
+        whole = self._whole(name, tables)
+        solution = optimise(tables.problem, whole, tables.cache, objective="memory")
+        if solution is None:
+            return None
+        outcome = price(tables.problem, whole, solution.chosen)
+        return Found(self, tables, solution, outcome, objective_s(tables.problem, outcome, solution.chosen), 0.0, whole.notes)
+
+    def why_infeasible(self, name: str, memory_bytes: Mapping[str, int] | None) -> InfeasibleError:
+        """The error for a strategy that has no plan here; ``memory_bytes``: what :meth:`smallest` needs, by category."""
+        tables = self.tables_for(name)
+        parts, recompute = self._parts(name, tables), str(self.program.recompute)
+        return explain_infeasible(tables, parts, self.program.limit_bytes, memory_bytes, recompute)

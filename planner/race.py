@@ -125,7 +125,7 @@ class Race:
 
     def bound_s(self) -> float:
         """Lower bound of any plan on any of the meshes that is faster than what was known."""
-        return min(t.bound_s for _, t in self.tried if t.bound_s is not None)
+        return min((t.bound_s for _, t in self.tried if t.bound_s is not None), default=0.0)
 
     def free_bound_s(self) -> float:
         """Lower bound of any plan on any of the meshes if there were no memory limit."""

@@ -12,13 +12,13 @@ Where a program can be had with different recomputation, all that is done for on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from meshwright.planner import levels
 from meshwright.planner.correspond import Unlike
-from meshwright.planner.ir.errors import InfeasibleError
+from meshwright.planner.ir.errors import InfeasibleError, InputError
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.hardware import Hardware
 from meshwright.planner.ir.mesh import MeshShape
@@ -37,6 +37,8 @@ __all__ = ["STRATEGIES", "Options", "make_plan", "search_plan", "strategy_named"
 
 # What the strategies beside the plan are worth: they are for comparison, and stop at a wider gap.
 _COMPARED = Effort(gap=3e-2, nodes=20)
+# How often the solver's limit is lowered for memory that it does not see.
+_TIGHTENINGS = 4
 
 Finer = Callable[[LogicalMesh], Sequence[LogicalMesh]]
 
@@ -152,10 +154,45 @@ class _Search:
         self.meshes = [OnMesh(program, where) for where in meshes]
 
     def race(self, known_s: float = math.inf) -> Race:
-        """Solve on the meshes, as far as a plan can be faster than one that is known."""
+        """Solve on the meshes, as far as a plan can be faster than one that is known.
+
+        The solver sees memory at few points and without copies of activations; a plan that turns out larger than the limit is
+        looked for again with that much less.
+        """
         name = strategy_named(self.options.strategy).name
-        self.raced = Race(name, self.options.effort, known_s).run(self.meshes)
+        for _ in range(_TIGHTENINGS):
+            self.raced = Race(name, self.options.effort, known_s).run(self.meshes)
+            over = 0 if self.raced.best is None else self._peak_bytes(self.raced.best) - self.program.limit_bytes
+            if over <= 0:
+                return self.raced
+            self.program = replace(self.program, held_back_bytes=self.program.held_back_bytes + int(1.02 * over) + 1)
+            self.meshes = [OnMesh(self.program, on.where) for on in self.meshes]
+        self.raced.best = None
         return self.raced
+
+    def _smallest_that_fits(self) -> Found | None:
+        """The fastest of the meshes' smallest plans, if it fits: the solver's rows may ask for a little more than a plan needs."""
+        smallest = [f for on in self.meshes if (f := self._smallest(on, self.raced.name)) is not None]
+        fitting = [f for f in smallest if self._peak_bytes(f) <= self.program.limit_bytes]
+        return min(fitting, key=lambda f: f.objective_s, default=None)
+
+    def _smallest(self, on: OnMesh, name: str) -> Found | None:
+        try:
+            return on.smallest(name)
+        except InputError:
+            return None
+
+    def _peak_bytes(self, found: Found) -> int:
+        return sum(self._memory_bytes(found).values())
+
+    def _if_it_fits(self, found: Found, best: Found) -> Found:
+        """A plan that should be better, unless its peak says otherwise."""
+        return found if found is best or self._peak_bytes(found) <= self.program.limit_bytes else best
+
+    def _memory_bytes(self, found: Found) -> Mapping[str, int]:
+        """What the finished plan holds at its peak."""
+        with self.clock.phase("check"):
+            return checked_plan(self.program, self.raced.name, found, found.bound_s, (), ()).predicted.memory_bytes
 
     def attempt(self, known_s: float, floor_bytes: float) -> Tried[_Search]:
         """What :meth:`race` finds, as one choice of recomputation."""
@@ -173,6 +210,7 @@ class _Search:
             MeshwrightError: no mesh has a plan.
         """
         name = race.name
+        race.best = race.best or self._smallest_that_fits()
         if race.best is None:
             raise self._why_none(race)
         best, alternatives, known = race.best, tuple[Alternative, ...](), [race.best]
@@ -181,10 +219,10 @@ class _Search:
                 others = [self._alternative(other) for other in _others(name)]
             alternatives = tuple(a for a, _ in others)
             if name == "auto":
-                best = _not_worse(best, [f for a, f in others if a.fits and f is not None])
+                best = self._if_it_fits(_not_worse(best, [f for a, f in others if a.fits and f is not None]), best)
             known += [f for _, f in others if f is not None]
         if name == "auto" and finer is not None and not self.options.pins:
-            best = self._finer(race, best, known, finer(best.on.where))
+            best = self._if_it_fits(self._finer(race, best, known, finer(best.on.where)), best)
         with self.clock.phase("check"):
             bound = min(race.bound_s(), best.objective_s, *([best.on.floor_s] if best.on.rows else []))
             plan = checked_plan(self.program, name, best, bound, alternatives, _told(race, best))
@@ -197,10 +235,18 @@ class _Search:
     def _why_none(self, race: Race) -> Exception:
         """The error of the mesh on which the least is missing."""
         infeasible = race.on_infeasible()
-        if not infeasible:
-            assert race.refused is not None
+        if not infeasible and race.refused is not None:
             return race.refused
-        errors: list[InfeasibleError] = [on.why_infeasible(race.name) for on in infeasible]
+        if not infeasible:
+            return InfeasibleError(
+                f"no plan was found that fits {self.program.limit_bytes} bytes per device once copies of activations are counted: "
+                "more devices, a smaller batch, or more recomputation",
+                binding="memory",
+            )
+        errors: list[InfeasibleError] = []
+        for on in infeasible:
+            smallest = on.smallest(race.name)
+            errors.append(on.why_infeasible(race.name, None if smallest is None else self._memory_bytes(smallest)))
         return min(errors, key=lambda e: e.needed_bytes or float("inf"))
 
     def _finer(self, race: Race, best: Found, known: Sequence[Found], meshes: Sequence[LogicalMesh]) -> Found:

@@ -37,7 +37,9 @@ def checked_plan(
     walked = evaluate(plan, program.capture.graph, program.clusters, found.on.costs, found.on.state_bytes)
     require_equal(found.outcome, walked.outcome, plan.collectives, walked.collectives)
     kernel_s = kernel_seconds(program.capture.graph, program.clusters, walked.cluster_s)
-    return replace(plan, fallbacks=_fallbacks(program.clusters, walked), kernel_s=kernel_s)
+    memory = dict(sorted(walked.outcome.memory_bytes.items()))
+    predicted = replace(plan.predicted, memory_bytes=memory, peak_at=walked.peak_at)
+    return replace(plan, predicted=predicted, fallbacks=_fallbacks(program.clusters, walked), kernel_s=kernel_s)
 
 
 def _spelled_out(

@@ -116,7 +116,7 @@ def weigh(graph: ClusterGraph, repeats: tuple[Repeat, ...]) -> ClusterGraph:
         weight = [max(w, other) for w, other in zip(work.weight, weight, strict=True)]
         values.update({k: v for k, v in work.value_weight.items() if v != 1})
         class_of = _tied(class_of, pairs)
-    return replace(graph, class_of=tuple(class_of), weight=tuple(weight), value_weight=values)
+    return replace(graph, class_of=tuple(class_of), weight=tuple(weight), value_weight=values, repeats=repeats)
 
 
 def _tied(class_of: list[int], pairs: list[tuple[int, int]]) -> list[int]:

@@ -154,8 +154,8 @@ def bind_program(
         local = lower(capture, plan, coordinate_of(mesh), group_names(mesh), device=device_of(mesh))
     local = use_device_kernels(local, device_of(mesh))
     if compile:
-        forward, plain = compile_program(local, capture)
-        backward = None if plain is None else in_a_list(plain)
+        forward, one_by_one = compile_program(local, capture)
+        backward = None if one_by_one is None else in_a_list(one_by_one)
     else:
         local = reduce_in_place(local)
         forward, backward = local.forward.forward, None if local.backward is None else boxed(local.backward)

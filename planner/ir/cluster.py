@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from meshwright.planner.ir.graph import GraphInput, GraphOutput, Op, Value
+from meshwright.planner.ir.graph import GraphInput, GraphOutput, Op, Repeat, Value
 from meshwright.planner.ir.spec import Placement, Placements, Row
 
 
@@ -71,6 +71,7 @@ class ClusterGraph:
             in the same order, and take the same candidate: they are the same place of repeated blocks.
         weight: per cluster, how many clusters of the model it stands for; empty: each for itself alone.
         value_weight: name of a value to how many values it stands for, where that is not one.
+        repeats: the blocks of the program that stand for more than themselves.
     """
 
     clusters: tuple[Cluster, ...]
@@ -78,6 +79,7 @@ class ClusterGraph:
     class_of: tuple[int, ...]
     weight: tuple[int, ...] = ()
     value_weight: Mapping[str, int] = field(default_factory=dict)
+    repeats: tuple[Repeat, ...] = ()
 
     @cached_property
     def weights(self) -> tuple[int, ...]:

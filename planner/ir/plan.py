@@ -125,7 +125,8 @@ class Prediction:
         exposed_s: communication that nothing hides.
         hidden_s: communication that can be issued ahead.
         step_time_s: the whole step: exposed, plus the longer of compute and hidden, phase by phase.
-        memory_bytes: bytes by category: ``parameters``, ``gradients``, ``optimizer``, ``activations``, ...
+        memory_bytes: bytes at the peak by category: ``parameters``, ``gradients``, ``optimizer``, ``activations``, ...
+        peak_at: the op that runs at the peak; ``""`` where it is not known.
     """
 
     compute_s: float
@@ -133,6 +134,7 @@ class Prediction:
     hidden_s: float
     step_time_s: float
     memory_bytes: Mapping[str, int]
+    peak_at: str = ""
 
     @property
     def peak_memory_bytes(self) -> int:

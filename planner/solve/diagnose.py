@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from meshwright.planner.ir.errors import InfeasibleError
 from meshwright.planner.solve.optimise import optimise
-from meshwright.planner.solve.price import memory_of
 from meshwright.planner.solve.problem import Restriction
 from meshwright.planner.solve.tables import Tables
 
@@ -26,7 +25,11 @@ _WHAT_TO_DO: Mapping[str, str] = {
 
 
 def explain_infeasible(
-    tables: Tables, parts: Sequence[tuple[str, Restriction]], limit: int | None, recompute: str = "none"
+    tables: Tables,
+    parts: Sequence[tuple[str, Restriction]],
+    limit: int | None,
+    memory: Mapping[str, int] | None,
+    recompute: str = "none",
 ) -> InfeasibleError:
     """The error for a problem without solution.
 
@@ -34,18 +37,14 @@ def explain_infeasible(
         tables: the problem.
         parts: what was demanded, each with the name it has for the user (``"strategy 'tp'"``, ``"pin '*.weight'"``).
         limit: the memory limit in bytes.
+        memory: what the smallest plan needs, by category; None where there is none.
         recompute: what the backward computes again, in words.
 
     Returns:
         An error to raise, with the binding constraint, and the smallest memory that would fit if that is it.
     """
-    whole = Restriction()
-    for _, part in parts:
-        whole = whole.merged(part)
-    smallest = optimise(tables.problem, whole, tables.cache, objective="memory")
-    if smallest is None:
+    if memory is None:
         return _contradiction(tables, parts)
-    memory = memory_of(tables.problem, smallest.chosen)
     needed = int(sum(memory.values()) * (1 + 3 * ROW_MARGIN)) + 1
     category = max(memory, key=lambda k: memory[k])
     under = f" under {' and '.join(name for name, _ in parts)}" if parts else ""

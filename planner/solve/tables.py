@@ -8,7 +8,7 @@ as often as it occurs. That keeps folded costs exact.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -18,12 +18,13 @@ from meshwright.planner.ir.graph import OpGraph, Value
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.spec import Placement, Placements, R
 from meshwright.planner.solve.candidates import Candidate, Edges, cheapest_of_equals, even, expand, piece_bytes, storable
-from meshwright.planner.solve.memory import GATHERED_COPIES, MemoryModel
+from meshwright.planner.solve.memory import GATHERED_COPIES, parameters_with_gradient, resting
 from meshwright.planner.solve.network import Networks, PlacementNetwork
 from meshwright.planner.solve.precision import unreduced_values
 from meshwright.planner.solve.problem import SEGMENTS, Choice, Demand, Flow, Peak, Problem
 from meshwright.planner.solve.program import NetworkCache
 from meshwright.planner.solve.results import ends_free, has_loss, parameter_of, phase_of_result
+from meshwright.planner.solve.rows import MemoryRows
 from meshwright.planner.solve.segments import hidden_values
 
 # A consumer of a value: ("in", class, slot), ("grad", class, 0), ("whole", 0, 0) or ("free", 0, 0).
@@ -120,17 +121,20 @@ def build_tables(
     members: list[list[int]] = [[] for _ in labels]
     for i, g in enumerate(dense):
         members[g].append(i)
-    memory = MemoryModel(graph, mesh.sizes, state_bytes, clusters.value_weight)
+    with_gradient = parameters_with_gradient(graph)
     choices, candidates = [], []
     for group in members:
         count = sum(clusters.weights[i] for i in group)
-        wanted = [_union([rows[i] for i in group]) for rows in allowed]
-        choice, kept = _choice([clusters.clusters[i] for i in group], count, mesh, costs, memory, wanted)
-        choices.append(choice)
+        tied = [clusters.clusters[i] for i in group]
+        choice, kept = _choice(tied, count, mesh, costs, [_union([rows[i] for i in group]) for rows in allowed])
+        rest = resting(with_gradient, tied, kept, mesh.sizes, state_bytes, clusters.times)
+        choices.append(replace(choice, memory_bytes=rest))
         candidates.append(kept)
+    points = MemoryRows(graph, clusters, dense, candidates, mesh.sizes)
+    choices = [replace(c, memory_bytes=_added(c.memory_bytes, points.at_base(g))) for g, c in enumerate(choices)]
     layout = _Flows(graph, clusters, dense, candidates, Networks(costs, mesh.sizes), mesh, precision)
     flows = [layout.flow(group) for group in layout.groups()]
-    peaks = (_working(clusters, members, candidates, memory), *_gathered(flows, clusters, members, mesh))
+    peaks = (*points.peaks(), *_gathered(flows, clusters, members, mesh))
     return Tables(
         graph,
         clusters,
@@ -158,7 +162,6 @@ def _choice(
     count: int,
     mesh: MeshShape,
     costs: Costs,
-    memory: MemoryModel,
     wanted: Sequence[frozenset[Edges] | None],
 ) -> tuple[Choice, tuple[Candidate, ...]]:
     first = members[0]
@@ -167,7 +170,11 @@ def _choice(
     kept = cheapest_of_equals(expanded, seconds)
     candidates = tuple(expanded[i] for i in kept)
     segment = SEGMENTS.index(first.phase)
-    return Choice(first.name, count, segment, seconds[kept], memory.static(members, candidates)), candidates
+    return Choice(first.name, count, segment, seconds[kept]), candidates
+
+
+def _added(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {**a, **{k: a[k] + v if k in a else v for k, v in b.items()}}
 
 
 def _union(kept: Sequence[frozenset[Edges] | None]) -> frozenset[Edges] | None:
@@ -314,16 +321,6 @@ class _Flows:
                 ]
                 allowed &= ~np.array(reduces, dtype=bool)
         return allowed
-
-
-def _working(
-    clusters: ClusterGraph, members: Sequence[Sequence[int]], candidates: Sequence[Sequence[Candidate]], memory: MemoryModel
-) -> Peak:
-    terms = []
-    for g, group in enumerate(members):
-        if clusters.clusters[group[0]].source is None:
-            terms.append(((g, memory.working([clusters.clusters[i] for i in group], candidates[g])),))
-    return Peak("working", 1.0, tuple(terms))
 
 
 def _gathered(

@@ -14,8 +14,8 @@ import meshwright as mw
 from meshwright.inputs import call_of
 from meshwright.planner.ir.plan import Plan
 from meshwright.planning import Request, capture_call, plan_capture
-from meshwright.runtime.module import build
 from meshwright.runtime.mesh import make_mesh
+from meshwright.runtime.module import build
 from meshwright.target import target_of
 from tests.helpers.equality import scalar_of
 from tests.helpers.live_bytes import LiveBytes
@@ -44,9 +44,7 @@ class Measured:
         return self.plan.predicted.peak_memory_bytes / max(self.peaks)
 
 
-def measure(
-    make: Callable[[], nn.Module], batch: Mapping[str, Any], sizes: tuple[int, ...], **options: Any
-) -> Measured:
+def measure(make: Callable[[], nn.Module], batch: Mapping[str, Any], sizes: tuple[int, ...], **options: Any) -> Measured:
     """Plan and run two steps; the second is measured, with optimizer state there.
 
     Args:

@@ -1,0 +1,216 @@
+"""Memory of a finished plan: what is alive at every point of a step, and the peak.
+
+============== =====================================================================================================
+parameters     the piece at rest; ``optimizer`` its state, ``buffers``, ``inputs`` likewise, all the time
+activations    forward values until the backward has read them for the last time, where their producer made them
+working        values that only one phase reads; activations brought to another placement, while something reads that
+gathered       copies of parameters while something reads them, and the largest once more for what is fetched ahead
+gradients      in the parameter's own placement, from when they are made
+communication  gradients on their way to that placement: at most two large ones or two buckets; the last bucket's buffer
+outputs        what the call returns, until the backward is done: the caller may hold it
+============== =====================================================================================================
+
+One op at a time, as generated code runs; compiled code holds less. Gradients of an earlier step are not counted: they are freed before
+the forward (``zero_grad``), unless a caller accumulates them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from meshwright.planner.ir.cluster import ClusterGraph
+from meshwright.planner.ir.graph import OpGraph, Value
+from meshwright.planner.ir.plan import Plan
+from meshwright.planner.ir.spec import Placements
+from meshwright.planner.ir.verify import path_of
+from meshwright.planner.solve.candidates import piece_bytes, piece_numel
+from meshwright.planner.solve.liveness import Span, Timeline, late_makers, roots
+from meshwright.planner.solve.memory import BUCKET_BYTES, GATHER_BYTES, parameters_with_gradient, rest_bytes
+from meshwright.planner.solve.problem import SEGMENTS
+from meshwright.planner.solve.results import parameter_of
+
+FLYING = 2
+"""Largest gradients, or buckets of small ones, that are on their way at once (``passes.schedule``)."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment of most memory.
+
+    Attributes:
+        bytes: category to bytes then.
+        at: the op that runs then; ``""`` for a program without ops.
+    """
+
+    bytes: Mapping[str, int]
+    at: str
+
+
+def peak_of(plan: Plan, graph: OpGraph, clusters: ClusterGraph, made: Mapping[str, Placements], state_bytes: int) -> Peak:
+    """The peak of a plan.
+
+    Args:
+        plan: the plan.
+        graph: the program.
+        clusters: its clusters: how much blocks stand for.
+        made: placement in which every value is made.
+        state_bytes: optimizer state per parameter element.
+    """
+    return _Step(plan, graph, clusters, made).peak(state_bytes)
+
+
+@dataclass
+class _Step:
+    plan: Plan
+    graph: OpGraph
+    clusters: ClusterGraph
+    made: Mapping[str, Placements]
+    held: dict[str, list[tuple[Span, float]]] = field(default_factory=dict)
+    kind: dict[str, str] = field(default_factory=dict)
+    ahead: list[tuple[str, str, float, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sizes = self.plan.mesh.sizes
+        self.line = Timeline(self.graph, self.clusters.repeats)
+        self.root = roots(self.graph)
+        self.late = late_makers(self.graph)
+        self.values = {v.name: v for op in self.graph.ops for v in op.outs if v is not None}
+        self.placeholders = {i.value.name: i for i in self.graph.inputs}
+        self.readers: dict[str, list[str]] = {}
+        self.copies: dict[tuple[str, str, Placements], list[str]] = {}
+
+    def peak(self, state_bytes: int) -> Peak:
+        rest = self._at_rest(state_bytes)
+        if not self.graph.ops:
+            return Peak(rest, "")
+        self._read()
+        ends = self._results()
+        self._values(ends)
+        self._copied()
+        profiles = {category: self.line.profile(spans) for category, spans in self.held.items()}
+        self._gradients(profiles)
+        for phase in SEGMENTS:
+            self._fetched_ahead(phase, profiles)
+        at = int(np.argmax(sum(profiles.values(), np.zeros(self.line.num_points))))
+        now = {category: round(float(p[at])) for category, p in profiles.items()}
+        return Peak({**rest, **{k: n for k, n in now.items() if n > 0}}, self.line.names[at])
+
+    def _hold(self, category: str, spans: list[Span], size: float) -> None:
+        self.held.setdefault(category, []).extend((span, size) for span in spans)
+
+    def _bytes(self, value: Value, placements: Placements) -> int:
+        return piece_bytes(value, placements, self.sizes)
+
+    def _at_rest(self, state_bytes: int) -> dict[str, int]:
+        total: dict[str, int] = {}
+        with_gradient = parameters_with_gradient(self.graph)
+        for name, source in self.placeholders.items():
+            numel = piece_numel(source.value.shape, self.made[name], self.sizes)
+            for category, size in rest_bytes(source, numel, state_bytes, name in with_gradient).items():
+                total[category] = total.get(category, 0) + size * self.clusters.times(name)
+        return total
+
+    def _read(self) -> None:
+        """Who reads each value where it is made, and who a copy of it."""
+        for op in self.graph.ops:
+            for v, wanted in zip(op.ins, self.plan.ops[op.name].ins, strict=True):
+                path = path_of(self.plan, v, op.phase, self.made[v.name], wanted)
+                if all(_is_slice(a, b) for a, b in pairwise(path)):
+                    self.readers.setdefault(self.root[v.name], []).append(op.name)
+                else:
+                    self.copies.setdefault((v.name, op.phase, wanted), []).append(op.name)
+        for (name, _, _), readers in self.copies.items():
+            self.readers.setdefault(self.root[name], []).append(readers[0])
+
+    def _results(self) -> set[str]:
+        """Values that stay where they are made; results in another placement are held apart."""
+        stay: set[str] = set()
+        parameters = parameter_of(self.graph)
+        self.shrinking: dict[str, tuple[float, float]] = {}
+        self.small = 0.0
+        for output, final in zip(self.graph.outputs, self.plan.outputs, strict=True):
+            if output.value is None or final is None or self.root[output.value.name] in self.placeholders:
+                continue
+            root, made = self.root[output.value.name], self.made[output.value.name]
+            before, after = self._bytes(output.value, made), self._bytes(output.value, final)
+            is_gradient = output.role == "gradient" and output.name in parameters
+            self.kind[root] = "gradients" if is_gradient else "outputs"
+            if is_gradient and made != final and before < BUCKET_BYTES:
+                self.small += before * self.clusters.times(root)
+            if is_gradient and after < before:
+                self.shrinking[root] = float(before), float(after)
+            elif made == final or is_gradient:
+                stay.add(root)
+            else:
+                self._hold("outputs", self.line.spans(self._maker(root), (), to_end=True), after)
+        return stay
+
+    def _maker(self, root: str) -> str:
+        name = root.partition("#")[0]
+        return self.late.get(name, name)
+
+    def _values(self, stay: set[str]) -> None:
+        for name, value in self.values.items():
+            readers = self.readers.get(name, [])
+            if self.root[name] != name or (name in self.shrinking and not readers):
+                continue
+            spans = self.line.spans(self._maker(name), readers, to_end=name in stay)
+            saved = self._phase(name.partition("#")[0]) == "forward" and any(self._phase(r) == "backward" for r in readers)
+            category = self.kind[name] if name in stay else "activations" if saved else "working"
+            self._hold(category, spans, self._bytes(value, self.made[name]))
+
+    def _phase(self, op: str) -> str:
+        return self.graph.by_name[op].phase
+
+    def _copied(self) -> None:
+        for (name, phase, wanted), readers in self.copies.items():
+            value = self.values.get(name) or self.placeholders[name].value
+            root = self.root[name]
+            parameter = root in self.placeholders or root.partition("#")[0] in self.late
+            size = self._bytes(value, wanted)
+            self._hold("gathered" if parameter else "working", self.line.spans(readers[0], readers), size)
+            if parameter:
+                self.ahead.append((phase, readers[0], size, self._bytes(value, self.made[name])))
+            path = path_of(self.plan, value, phase, self.made[name], wanted)
+            for between in path[1:-1]:
+                spans = self.line.spans(readers[0], readers[:1])
+                self._hold("working", spans, max(0, self._bytes(value, between) - size))
+
+    def _fetched_ahead(self, phase: str, profiles: dict[str, np.ndarray]) -> None:
+        """Copies of parameters that are under way or there before their first reader: the largest, or a buffer of small ones with
+        the pieces that it is gathered from; no more than is still to be read."""
+        ahead = [(first, size, piece) for at, first, size, piece in self.ahead if at == phase]
+        if not ahead:
+            return
+        start = next(op.name for op in self.graph.ops if op.phase == phase)
+        yet = self.line.profile((s, float(size)) for first, size, _ in ahead for s in self.line.spans(start, (first,)))
+        small = [(size, piece) for _, size, piece in ahead if size < GATHER_BYTES]
+        buffer = min(GATHER_BYTES, sum(size for size, _ in small))
+        share = sum(piece for _, piece in small) / max(1, sum(size for size, _ in small))
+        most = max(buffer, *(size for _, size, _ in ahead))
+        under_way = np.where(yet >= yet.max(), buffer * share, 0.0)
+        profiles["gathered"] = profiles["gathered"] + np.minimum(yet, most) + under_way
+
+    def _gradients(self, profiles: dict[str, np.ndarray]) -> None:
+        """Reduced gradients, those on their way, and the buffer of the last ones."""
+        raw: list[tuple[Span, float]] = []
+        zero = np.zeros(self.line.num_points)
+        for root, (before, after) in self.shrinking.items():
+            spans = self.line.spans(self._maker(root), (), to_end=True)
+            raw += [(s, before) for s in spans]
+            profiles["gradients"] = profiles.get("gradients", zero) + self.line.profile((s, after) for s in spans)
+        on_the_way = zero
+        if raw:
+            on_the_way = np.minimum(self.line.profile(raw), FLYING * max(float(BUCKET_BYTES), *(size for _, size in raw)))
+        if raw or self.small:
+            on_the_way[-1] += min(self.small, BUCKET_BYTES)
+            profiles["communication"] = on_the_way
+
+
+def _is_slice(src: Placements, dst: Placements) -> bool:
+    """Whether a step only takes a piece of what is there."""
+    return all(p == q or (p.is_replicate and q.is_shard) for p, q in zip(src, dst, strict=True))

@@ -1,0 +1,206 @@
+"""The peak as the solver sees it: a few points of a step, each linear in the candidates.
+
+The fullest point of a typical plan is the *base*; what is alive there is charged to the choices themselves. Other points that other
+plans have their peak at stand beside it as what they hold more than the base. Values count where they are made, copies of parameters
+beside them; copies of activations are left to :mod:`.alive`, which walks the finished plan: if that finds more than the limit, the
+search is made again with less.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.planner.ir.cluster import ClusterGraph
+from meshwright.planner.ir.graph import OpGraph, Value
+from meshwright.planner.ir.spec import Placements, R
+from meshwright.planner.solve.candidates import Candidate, piece_bytes, piece_numel
+from meshwright.planner.solve.liveness import Span, Timeline, late_makers, roots
+from meshwright.planner.solve.problem import Peak
+from meshwright.planner.solve.results import parameter_of
+
+POINTS = 4
+"""Points beside the base at most: each is a row."""
+
+
+@dataclass(frozen=True)
+class _Item:
+    """Bytes of a choice by candidate, and when they are alive."""
+
+    category: str
+    choice: int
+    bytes: np.ndarray
+    spans: tuple[Span, ...]
+
+    def count(self, point: int) -> int:
+        return sum(s.count for s in self.spans if s.start <= point <= s.end)
+
+
+@dataclass(frozen=True)
+class Lives:
+    """What no placement changes: points, and when each value with memory of its own is alive.
+
+    Attributes:
+        line: the points.
+        root: value to the value whose memory it has.
+        of: value to category and spans.
+    """
+
+    line: Timeline
+    root: Mapping[str, str]
+    of: Mapping[str, tuple[str, tuple[Span, ...]]]
+
+
+_KNOWN: dict[int, tuple[weakref.ref[OpGraph], int, Lives]] = {}
+
+
+def lives_of(graph: OpGraph, clusters: ClusterGraph) -> Lives:
+    """The lives of a program's values; found once for all meshes."""
+    known = _KNOWN.get(id(graph))
+    if known is None or known[0]() is not graph or known[1] != len(clusters.repeats):
+        key = id(graph)
+        known = _KNOWN[key] = weakref.ref(graph, lambda _: _KNOWN.pop(key, None)), len(clusters.repeats), _lives(graph, clusters)
+    return known[2]
+
+
+def _lives(graph: OpGraph, clusters: ClusterGraph) -> Lives:
+    line, root, late = Timeline(graph, clusters.repeats), roots(graph), late_makers(graph)
+    readers: dict[str, list[str]] = {}
+    for op in graph.ops:
+        for v in op.ins:
+            readers.setdefault(root[v.name], []).append(op.name)
+    stay = {root[o.value.name] for o in graph.outputs if o.value is not None and o.role != "gradient"}
+    found: dict[str, tuple[str, tuple[Span, ...]]] = {}
+    for op in graph.ops:
+        for value in op.outs:
+            if value is None or root[value.name] != value.name:
+                continue
+            read = readers.get(value.name, [])
+            saved = op.phase == "forward" and any(graph.by_name[r].phase == "backward" for r in read)
+            spans = line.spans(late.get(op.name, op.name), read, to_end=value.name in stay)
+            found[value.name] = "activations" if saved else "working", tuple(spans)
+    return Lives(line, root, found)
+
+
+class MemoryRows:
+    """Memory of a problem at the points that can bind.
+
+    Args:
+        graph: the program.
+        clusters: its clusters.
+        class_of: choice of every cluster.
+        candidates: of every choice.
+        sizes: of the mesh axes.
+    """
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        clusters: ClusterGraph,
+        class_of: Sequence[int],
+        candidates: Sequence[Sequence[Candidate]],
+        sizes: tuple[int, ...],
+    ):
+        self.graph, self.clusters, self.class_of = graph, clusters, class_of
+        self.candidates, self.sizes = candidates, sizes
+        self.lives = lives_of(graph, clusters)
+        self.line = self.lives.line
+        self._sizes_of: dict[tuple[int, int, int], np.ndarray] = {}
+        self.items = [*self._made(), *self._gradients()]
+        self.base, self.others = self._points()
+
+    def _made(self) -> Iterator[_Item]:
+        """Values where their producers make them."""
+        for i, cluster in enumerate(self.clusters.clusters):
+            for m, op in enumerate(cluster.ops):
+                for k, value in enumerate(op.outs):
+                    life = None if value is None else self.lives.of.get(value.name)
+                    if value is not None and life is not None:
+                        yield _Item(life[0], self.class_of[i], self._by_candidate(self.class_of[i], m, k, value), life[1])
+
+    def _by_candidate(self, g: int, m: int, k: int, value: Value) -> np.ndarray:
+        key = (g, m, k)
+        if key not in self._sizes_of:
+            made = [tuple(row.members[m].outs[k] or R for row in c.rows) for c in self.candidates[g]]
+            self._sizes_of[key] = _piece_sizes(value, made, self.sizes)
+        return self._sizes_of[key]
+
+    def _gradients(self) -> Iterator[_Item]:
+        """Gradients as their parameters rest."""
+        choice = {
+            c.source.value.name: (g, c.source) for g, c in zip(self.class_of, self.clusters.clusters, strict=True) if c.source
+        }
+        parameters = parameter_of(self.graph)
+        for output in self.graph.outputs_of("gradient"):
+            maker = "" if output.value is None else self.lives.root[output.value.name].partition("#")[0]
+            if maker not in self.graph.by_name or parameters.get(output.name) not in choice:
+                continue
+            g, source = choice[parameters[output.name]]
+            item = source.value.dtype.itemsize
+            sizes = np.array(
+                [float(piece_numel(source.value.shape, c.rest or (), self.sizes) * item) for c in self.candidates[g]]
+            )
+            yield _Item("gradients", g, sizes, tuple(self.line.spans(maker, (), to_end=True)))
+
+    # --- which points ---
+
+    def _profile(self, chosen: Sequence[int]) -> np.ndarray:
+        return self.line.profile((span, float(i.bytes[chosen[i.choice]])) for i in self.items for span in i.spans)
+
+    def _points(self) -> tuple[int, list[int]]:
+        """The fullest point of the plan that shards most, and those of others in which it is another."""
+        if not self.line.num_points:
+            return 0, []
+        total = [np.zeros(len(c)) for c in self.candidates]
+        for item in self.items:
+            total[item.choice] = total[item.choice] + item.bytes
+        samples = [self._profile([int(np.argmin(t)) for t in total]), self._profile([int(np.argmax(t)) for t in total])]
+        samples.append(self._profile([int(np.argsort(t, kind="stable")[len(t) // 2]) for t in total]))
+        found: list[int] = []
+        for profile in samples:
+            last_forward = max((i for i, n in enumerate(self.line.names) if self.graph.by_name[n].phase == "forward"), default=0)
+            parts = [profile, profile[last_forward:]]
+            found += [int(np.argmax(profile)), last_forward + int(np.argmax(parts[1])), len(profile) - 1]
+        distinct = list(dict.fromkeys(found))
+        return distinct[0], distinct[1 : 1 + POINTS]
+
+    # --- what the problem needs ---
+
+    def at_base(self, choice: int) -> dict[str, np.ndarray]:
+        """Category to bytes by candidate of what a choice holds at the base."""
+        found: dict[str, np.ndarray] = {}
+        for item in self._of_choice().get(choice, ()):
+            count = item.count(self.base)
+            if count:
+                found[item.category] = found.get(item.category, np.zeros(len(item.bytes))) + count * item.bytes
+        return found
+
+    def _of_choice(self) -> dict[int, list[_Item]]:
+        if not hasattr(self, "_items_by_choice"):
+            self._items_by_choice: dict[int, list[_Item]] = {}
+            for item in self.items:
+                self._items_by_choice.setdefault(item.choice, []).append(item)
+        return self._items_by_choice
+
+    def peaks(self) -> tuple[Peak, ...]:
+        """What other points hold more than the base."""
+        terms = []
+        for point in self.others:
+            more: dict[int, np.ndarray] = {}
+            for item in self.items:
+                count = item.count(point) - item.count(self.base)
+                if count:
+                    more[item.choice] = more.get(item.choice, np.zeros(len(item.bytes))) + count * item.bytes
+            if sum(float(b.max()) for b in more.values()) > 0:
+                terms.append(tuple(sorted(more.items(), key=lambda entry: entry[0])))
+        return (Peak("elsewhere", 1.0, tuple(terms)),) if terms else ()
+
+
+def _piece_sizes(value: Value, placements: Sequence[Placements], sizes: tuple[int, ...]) -> np.ndarray:
+    known: dict[Placements, float] = {}
+    return np.array(
+        [known.setdefault(p, float(piece_bytes(value, p, sizes))) if p not in known else known[p] for p in placements]
+    )
