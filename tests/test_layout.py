@@ -18,6 +18,7 @@ PRIVATE_TORCH = {
     "runtime/compile.py",
     "runtime/mesh.py",
     "tests/helpers/counting.py",
+    "tests/helpers/live_bytes.py",
     "tests/helpers/threads.py",
     "tests/test_trace.py",
 }
