@@ -112,15 +112,18 @@ def with_pipeline(plan: Plan, graph: OpGraph, request: PipelineRequest, hardware
 # --- predictions --------------------------------------------------------------------------------------------------
 
 
-def saved_by_stage(plan: Plan, found: Profile) -> list[float]:
-    """Bytes that each stage keeps for its backward, for the whole batch; what is read by the backward of several, on each."""
+def held_by_stage(plan: Plan, found: Profile) -> list[StageBytes]:
+    """What each stage holds for its backward, for the whole batch; what the backward of several reads is held by each."""
     assert plan.pipeline is not None
     cuts = [found.names.index(name) for name in plan.pipeline.cuts]
-    kept = [0.0] * plan.pipeline.num_stages
-    for size, places in found.saved:
+    saved, freed = [0.0] * plan.pipeline.num_stages, [0.0] * plan.pipeline.num_stages
+    for size, places, by_weights in found.saved:
+        later = {stage_of_op(place, cuts) for place in by_weights}
         for stage in {stage_of_op(place, cuts) for place in places}:
-            kept[stage] += size
-    return kept
+            saved[stage] += size
+            freed[stage] += size * (stage not in later)
+    stash = [float(part.sum()) for part in np.split(found.stash_bytes, [cut + 1 for cut in cuts])]
+    return [StageBytes(s, more - less) for s, more, less in zip(saved, stash, freed, strict=True)]
 
 
 def simulated(plan: Plan, found: Profile, link: Link) -> Simulated:
@@ -136,7 +139,7 @@ def simulated(plan: Plan, found: Profile, link: Link) -> Simulated:
         return [float(part.sum()) for part in np.split(values, edges)]
 
     forward, backward, weight = (by_stage(v) for v in (found.forward_s, found.backward_s, found.weight_s))
-    saved, stash = saved_by_stage(plan, found), by_stage(found.stash_bytes)
+    held = held_by_stage(plan, found)
     sizes = [float(found.alive_bytes[i - 1]) / m for i in edges]
 
     def seconds(a: Action) -> float:
@@ -148,7 +151,7 @@ def simulated(plan: Plan, found: Profile, link: Link) -> Simulated:
         orders(pipeline),
         seconds,
         lambda boundary: sizes[boundary] / link.bytes_per_s + link.latency_s,
-        lambda stage: StageBytes(saved[stage] / m, stash[stage] / m),
+        lambda stage: StageBytes(held[stage].saved / m, held[stage].stashed / m),
     )
 
 

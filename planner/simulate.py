@@ -23,7 +23,8 @@ class StageBytes:
 
     Attributes:
         saved: from its forward to the end of its backward.
-        stashed: from the gradients of inputs to those of weights, besides ``saved``, where the backward is split.
+        stashed: how much more it is between the gradients of inputs and those of weights, where the backward is split: gradients that
+            the latter read, less what only the former read.
     """
 
     saved: float

@@ -40,7 +40,8 @@ class Profile:
         backward_s: seconds of its backward, that of weights included.
         weight_s: seconds of the part of its backward that leads to gradients of parameters only.
         alive_bytes: bytes that cross a cut behind each op, forwards; gradients are as many.
-        saved: for every storage that the forward keeps for the backward, its bytes and the forward ops whose backward reads it.
+        saved: for every storage that the forward keeps for the backward, its bytes, the forward ops whose backward reads it, and
+            those of whose backward the part for weights does.
         stash_bytes: bytes of gradients that the backward of weights reads.
     """
 
@@ -49,7 +50,7 @@ class Profile:
     backward_s: np.ndarray
     weight_s: np.ndarray
     alive_bytes: np.ndarray
-    saved: tuple[tuple[float, frozenset[int]], ...]
+    saved: tuple[tuple[float, frozenset[int], frozenset[int]], ...]
     stash_bytes: np.ndarray
 
     @property
@@ -61,7 +62,8 @@ class Profile:
 def profile(graph: OpGraph, plan: Plan, costs: CostModel) -> Profile:
     """Work and bytes of a planned program."""
     forward = [op for op in graph.ops if op.phase == "forward"]
-    place, late = _places(graph, forward), _weights_only(graph)
+    place = _places(graph, forward)
+    late = _weights_only(graph, forward, place)
     clusters = trivial_clusters(graph, rules.rows_for)
     seconds = evaluate(plan, graph, clusters, costs, 0).cluster_s
     work = {phase: np.zeros(len(forward)) for phase in ("forward", "backward", "weight")}
@@ -80,7 +82,7 @@ def profile(graph: OpGraph, plan: Plan, costs: CostModel) -> Profile:
         backward_s=work["backward"],
         weight_s=work["weight"],
         alive_bytes=_alive(graph, plan, forward),
-        saved=_saved(graph, plan, place),
+        saved=_saved(graph, plan, place, late),
         stash_bytes=stash,
     )
 
@@ -94,11 +96,14 @@ def _places(graph: OpGraph, forward: Sequence[Op]) -> dict[str, int]:
     return found
 
 
-def _saved(graph: OpGraph, plan: Plan, place: Mapping[str, int]) -> tuple[tuple[float, frozenset[int]], ...]:
+def _saved(
+    graph: OpGraph, plan: Plan, place: Mapping[str, int], late: Mapping[str, float]
+) -> tuple[tuple[float, frozenset[int], frozenset[int]], ...]:
     """The storages kept for the backward: views share that of what they are taken of, those of inputs and parameters are there."""
     made, root = made_placements(plan, graph), {i.value.name: i.value for i in graph.inputs}
     outside = set(root)
     read: dict[str, set[int]] = {}
+    by_weights: dict[str, set[int]] = {}
     used = _used_at(graph, place)
     for op in graph.ops:
         for v in op.outs:
@@ -107,9 +112,14 @@ def _saved(graph: OpGraph, plan: Plan, place: Mapping[str, int]) -> tuple[tuple[
         for v in op.ins if op.phase == "backward" else ():
             if graph.phase_of[v.name] == "forward" and root[v.name].name not in outside:
                 read.setdefault(root[v.name].name, set()).update(used[op.name])
+                by_weights.setdefault(root[v.name].name, set()).update(used[op.name] if late[op.name] > 0.0 else ())
     values = {v.name: v for v in root.values()}
     return tuple(
-        (local_numel(values[n].shape, made[n], plan.mesh.sizes) * values[n].dtype.itemsize, frozenset(places))
+        (
+            local_numel(values[n].shape, made[n], plan.mesh.sizes) * values[n].dtype.itemsize,
+            frozenset(places),
+            frozenset(by_weights[n]),
+        )
         for n, places in read.items()
     )
 
@@ -125,22 +135,30 @@ def _used_at(graph: OpGraph, place: Mapping[str, int]) -> dict[str, set[int]]:
     return used
 
 
-def _weights_only(graph: OpGraph) -> dict[str, float]:
-    """Share of each backward op's work that leads to gradients of parameters only; a convolution's backward does both."""
-    returned = {r.value.name for r in graph.outputs_of("gradient") if r.value is not None}
+def _weights_only(graph: OpGraph, forward: Sequence[Op], place: Mapping[str, int]) -> dict[str, float]:
+    """Share of each backward op's work that no backward of an earlier op waits for; a convolution's backward does both.
+
+    Views of parameters stand before the op that reads them and do not count as earlier ops; nor do sums of gradients.
+    """
+    copied = _copied(graph)
+    staged = {i for i, op in enumerate(forward) if any(v is not None and v.name not in copied for v in op.outs)}
+    earliest: dict[str, int] = {}
     later: dict[str, float] = {}
     for op in reversed(graph.ops):
         if op.phase != "backward":
             continue
-        ends = [_leads_to_weights(graph, v.name, later, returned) for v in op.outs if v is not None]
-        both = op.target == "aten.convolution_backward.default" and any(ends)
-        later[op.name] = 0.5 if both and not all(ends) else float(bool(ends) and all(ends))
+        by_result = [
+            min((earliest[r.name] for r in graph.consumers.get(v.name, ())), default=len(forward))
+            for v in op.outs
+            if v is not None
+        ]
+        here = place[op.name]
+        ends = [least >= here for least in by_result]
+        both = op.target == "aten.convolution_backward.default" and any(ends) and not all(ends)
+        later[op.name] = 0.5 if both else float(bool(ends) and all(ends))
+        counts = here in staged and (op.forward_op is not None or op.recompute_of is not None)
+        earliest[op.name] = min([*by_result, *([here] if counts else [])])
     return later
-
-
-def _leads_to_weights(graph: OpGraph, value: str, later: dict[str, float], returned: set[str]) -> bool:
-    readers = graph.consumers.get(value, ())
-    return (value in returned or bool(readers)) and all(later.get(r.name, 0.0) == 1.0 for r in readers)
 
 
 def _alive(graph: OpGraph, plan: Plan, forward: Sequence[Op]) -> np.ndarray:

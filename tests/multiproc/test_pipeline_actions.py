@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.planner.cost import CostModel
 from meshwright.planner.orders import Action, orders
-from meshwright.planner.pipelined import saved_by_stage
+from meshwright.planner.pipelined import held_by_stage
 from meshwright.planner.simulate import StageBytes, simulate
 from meshwright.planner.stage_cuts import profile
 from meshwright.runtime.engine import Logged
@@ -82,7 +82,7 @@ def test_the_plan_knows_how_many_bytes_a_stage_keeps(steps):
     given, logs = steps[1]
     hardware = toy_hardware(given.plan.mesh)
     found = profile(given.capture.graph, given.plan, CostModel(hardware, given.plan.mesh))
-    planned = [size / given.plan.pipeline.micro_batches for size in saved_by_stage(given.plan, found)]
+    planned = [held.saved / given.plan.pipeline.micro_batches for held in held_by_stage(given.plan, found)]
     measured = _held(given, logs)
     for stage in (0, 1):
         assert measured[stage].saved == pytest.approx(planned[stage], rel=0.1)
