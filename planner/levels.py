@@ -19,8 +19,11 @@ from typing import Generic, Protocol, TypeVar
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.recompute import LEVELS, Recompute
 
-PROBES = 3
+PROBES = 4
 """Mixtures tried at most: each is a problem of its own."""
+
+_NEAR = 0.85
+"""Where to look next between a count that does not fit (0) and one that does (1), if the peaks do not tell."""
 
 _FINE = 1 / 16
 """Mixtures closer than this part of all blocks are not told apart."""
@@ -95,11 +98,10 @@ def best(program: Recomputable, limit_bytes: int, attempt: Try[Found], *, traini
 def _mixtures(
     program: Recomputable, limit_bytes: int, attempt: Try[Found], lower: Tried[Found], higher: Tried[Found]
 ) -> list[Tried[Found]]:
-    """Plans between two levels: the fewest blocks at the higher one with which a plan fits and is faster."""
+    """Plans between two levels: the fewest blocks at the higher one with which a plan fits."""
     tried: list[Tried[Found]] = []
     few, many = 0, program.num_parts
-    fewest, best_s = lower.free_peak_bytes, higher.step_time_s
-    most = higher.free_peak_bytes
+    fewest, most = lower.free_peak_bytes, higher.free_peak_bytes
     if math.isinf(fewest):
         fewest = most + lower.floor_bytes - higher.floor_bytes
     while len(tried) < PROBES and many - few > max(1, _FINE * program.num_parts):
@@ -108,16 +110,17 @@ def _mixtures(
             break
         found = attempt(Recompute(higher.recompute.level, n, lower.recompute.level))
         tried.append(found)
-        if found.step_time_s < best_s:
-            many, most, best_s = n, found.free_peak_bytes, found.step_time_s
+        if math.isfinite(found.step_time_s):  # fewer blocks computed again are no slower, but for the solver's gap
+            many, most = n, found.free_peak_bytes
         else:
             few, fewest = n, found.free_peak_bytes
     return tried
 
 
 def _share(fewest: float, most: float, limit: float) -> float:
-    """Where between the two ends the peak meets the limit, if it is a straight line; the middle where it does not."""
-    return (fewest - limit) / (fewest - most) if math.inf > fewest > limit > most else 0.5
+    """Where between the two ends the peak meets the limit, if it is a straight line; where it does not, because the best plan of the
+    fuller end has to be sharded more to fit, near that end."""
+    return (fewest - limit) / (fewest - most) if math.inf > fewest > limit > most else _NEAR
 
 
 def _between(counts: Sequence[int], few: int, many: int, share: float) -> int | None:

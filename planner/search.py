@@ -37,6 +37,8 @@ __all__ = ["STRATEGIES", "Options", "make_plan", "search_plan", "strategy_named"
 
 # What the strategies beside the plan are worth: they are for comparison, and stop at a wider gap.
 _COMPARED = Effort(gap=3e-2, nodes=20)
+# Mixtures are tried near the memory limit, where proofs are dear, and several of them.
+_MIXED = Effort(nodes=20)
 # How often the solver's limit is lowered for memory that it does not see.
 _TIGHTENINGS = 4
 
@@ -112,7 +114,8 @@ class _Levels:
         try:
             with self.clock.phase("recompute"):
                 capture = self.source.capture_at(recompute)
-            program = Program.of(capture, self.meshes[0].hardware, self.options, self.clock, recompute)
+            options = replace(self.options, effort=_MIXED) if recompute.is_mixed else self.options
+            program = Program.of(capture, self.meshes[0].hardware, options, self.clock, recompute)
         except Unlike:
             if not recompute.is_mixed:
                 raise
@@ -120,7 +123,9 @@ class _Levels:
         floor = program.floor_bytes(self.meshes[0].mesh.num_devices)
         if floor > self.limit_bytes and self.options.recompute is None and recompute.level != LEVELS[-1]:
             return Tried(recompute, None, math.inf, floor, math.inf, False)
-        tried = _Search(program, self._meshes(recompute)).attempt(math.inf if self.best is None else self.best.step_time_s, floor)
+        tried = _Search(program, self._meshes(recompute)).attempt(
+            math.inf if self.best is None or recompute.is_mixed else self.best.step_time_s, floor
+        )
         if self.best is None or tried.step_time_s < self.best.step_time_s:
             self.best = tried
         return tried
@@ -162,10 +167,13 @@ class _Search:
         name = strategy_named(self.options.strategy).name
         for _ in range(_TIGHTENINGS):
             self.raced = Race(name, self.options.effort, known_s).run(self.meshes)
-            over = 0 if self.raced.best is None else self._peak_bytes(self.raced.best) - self.program.limit_bytes
-            if over <= 0:
+            best = self.raced.best
+            peak = 0 if best is None else self._peak_bytes(best)
+            if best is None or peak <= self.program.limit_bytes:
                 return self.raced
-            self.program = replace(self.program, held_back_bytes=self.program.held_back_bytes + int(1.02 * over) + 1)
+            over, unseen = peak - self.program.limit_bytes, peak - best.outcome.peak_memory_bytes
+            held_back = max(unseen, self.program.held_back_bytes + over)
+            self.program = replace(self.program, held_back_bytes=int(1.01 * held_back) + 1)
             self.meshes = [OnMesh(self.program, on.where) for on in self.meshes]
         self.raced.best = None
         return self.raced
