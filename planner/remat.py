@@ -37,7 +37,7 @@ from torch import fx, nn
 from meshwright.planner.ir.graph import Capture, GraphOutput, Op, OpGraph, fx_value, ops_of
 from meshwright.planner.ir.recompute import Recompute
 from meshwright.planner.kinds import argument, packet
-from meshwright.planner.order import finish_gradients_early
+from meshwright.planner.order import finish_gradients_early, widen_late
 from meshwright.planner.solve.backend import min_cut
 
 aten = torch.ops.aten
@@ -296,6 +296,7 @@ def rewritten(graph: fx.Graph, view: OpGraph, kept: Set[str]) -> tuple[fx.Graph,
     """A captured graph and its view, with everything but ``kept`` computed again in the backward."""
     new = _Rewriter(graph, kept).run()
     finish_gradients_early(new)
+    widen_late(new)
     return new, OpGraph(view.inputs, ops_of(new), _outputs(view, new))
 
 
