@@ -115,7 +115,7 @@ class _Bucket:
 def _key(node: fx.Node) -> tuple[Any, ...]:
     """What members of one bucket have in common."""
     step: Step = node.meta["step"]
-    return node.meta["phase"], step.kind, step.axis, node.meta["val"].dtype, step.reduce_op
+    return node.meta["phase"], step.kind, step.axis, node.meta["val"].dtype, step.reduce_op, node.meta.get("keeps", False)
 
 
 def _bytes(step: Step) -> int:
@@ -163,7 +163,8 @@ def _merge(gm: fx.GraphModule, bucket: _Bucket, name: str) -> fx.Node:
     waits = {m: next(iter(m.users)) for m in bucket.members}
     emit = Emitter(graph, gm)
     emit.hint = name
-    shared = {"phase": first.meta["phase"], "step": step, "steps": tuple(m.meta["step"] for m in bucket.members)}
+    kept = {"keeps": True} if first.meta.get("keeps") else {}
+    shared = {**kept, "phase": first.meta["phase"], "step": step, "steps": tuple(m.meta["step"] for m in bucket.members)}
     emit.meta = {**shared, "step_values": tuple(m.meta["step_value"] for m in bucket.members)}
     with first.meta["val"].fake_mode, torch.no_grad():
         with graph.inserting_before(last):

@@ -66,8 +66,9 @@ def lower(
     shapes = {n.meta["value"]: tuple(n.meta["val"].shape) for n in joint.graph.nodes if n.op == "placeholder"}
     halves = split(joint, capture.graph, training=capture.training)
     graphs = [g for g in (halves.forward, halves.backward) if g is not None]
-    for graph, name in zip(graphs, ("forward", "backward"), strict=False):
-        dump(graph, label, f"99_{name}")
+    for name in ("forward", "again", "backward"):
+        if getattr(halves, name) is not None:
+            dump(getattr(halves, name), label, f"99_{name}")
     collectives = tuple(c for g in graphs for c in collectives_of(g.graph.nodes))
     linked = {f.name: getattr(halves, f.name) for f in fields(halves)}
     return LocalProgram(**linked, input_shapes=shapes, collectives=collectives, sequence_hash=sequence_hash(collectives))

@@ -2,7 +2,8 @@
 
 Example:
     ```
-    forward(*[tensor of name for name in inputs])                  -> [*mutations, *outputs, *saved]
+    forward(*[tensor of name for name in inputs])                  -> [*mutations, *outputs, *kept, *saved]
+    again(*[tensor of name for name in inputs], *kept)             -> [*mutations, *outputs, *saved]
     backward(*saved, *[forward input of name for name in saved_inputs], *tangents) -> [*gradients]
     ```
 """
@@ -44,7 +45,8 @@ class LocalProgram:
 
     Attributes:
         forward: called with the local tensors of ``inputs``; returns a tuple of ``mutations``, then ``outputs``, then
-            ``saved``.
+            ``kept`` and ``saved``.
+        again: the forward that is given what an earlier one kept, and does not gather it again; None where nothing is kept.
         backward: called with ``saved``, then the forward inputs named by ``saved_inputs``, then the ``tangents``; returns a
             tuple of ``gradients``. None where the capture had no backward.
         inputs: value names of ``forward``'s arguments, in order: every placeholder of the capture except tangents
@@ -52,6 +54,7 @@ class LocalProgram:
         mutations: FQNs of the buffers whose new values come first in ``forward``'s results.
         outputs: per user output of the capture, in order: its index in ``forward``'s results, or None where it is no tensor
             (see ``GraphOutput.constant``).
+        kept: names of the gathered copies of parameters that live until the optimizer's next step. Each is all of a storage.
         saved: value names of the last ``len(saved)`` results of ``forward``. No two share a storage.
         saved_inputs: value names of the forward inputs that ``backward`` reads again.
         tangents: value names of the tangents, in order: one per differentiable output.
@@ -74,6 +77,13 @@ class LocalProgram:
     input_shapes: dict[str, tuple[int, ...]]
     collectives: tuple[EmittedCollective, ...]
     sequence_hash: str
+    again: fx.GraphModule | None = None
+    kept: tuple[str, ...] = ()
+
+    @property
+    def graphs(self) -> tuple[fx.GraphModule, ...]:
+        """All graphs there are."""
+        return tuple(g for g in (self.forward, self.again, self.backward) if g is not None)
 
 
 def count_collectives(program: LocalProgram, *, logical: bool = True) -> Counter[tuple[str, int, str]]:

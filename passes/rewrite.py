@@ -10,6 +10,8 @@ Every op's inputs are brought to the placements that the plan gives it; then ``p
 Each new node has its fake value, so its local shape is known, and carries the name, phase and source line of the op
 that it came from. A step of a redistribution is emitted once per (value, phase, placements). It stands before its first
 consumer, or right behind its producer where the result of the graph needs it, and belongs to the phase of its consumers.
+A copy that the plan keeps for the whole step is made right behind its producer; readers of both phases get that one, and an op
+that would compute its value again is left out.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from meshwright.passes.local import run_local
 from meshwright.passes.redistribute import Step, emit_step, unpermuted
 from meshwright.planner.ir.errors import VerifyError
 from meshwright.planner.ir.graph import Capture, GraphInput, Op, Value
-from meshwright.planner.ir.plan import Plan
+from meshwright.planner.ir.plan import KEPT, Plan
 from meshwright.planner.ir.spec import Placements, format_placements, local_shape
-from meshwright.planner.ir.verify import path_of, result_phase
+from meshwright.planner.ir.verify import kept_values, path_of, result_phase
 
 aten = torch.ops.aten
 
@@ -79,6 +81,7 @@ class _Rewriter:
         self.emit = Emitter(self.graph, gm, options.device)
         self.made: dict[str, tuple[fx.Node, Placements]] = {}
         self.brought: dict[tuple[str, str, Placements], fx.Node] = {}
+        self.kept = kept_values(options.plan, options.capture.graph)
         self.results: dict[tuple[str, str], list[Placements]] = defaultdict(list)
         for result, final in zip(self.capture.graph.outputs, self.plan.outputs, strict=True):
             if result.value is not None and final is not None:
@@ -106,9 +109,24 @@ class _Rewriter:
         node.meta.update(phase=phase, role=placeholder.role, fqn=placeholder.name, value=value.name, placements=placements)
         node.meta["val"] = torch.empty(self.local_shape(value, placements), dtype=value.dtype)
         self.made[value.name] = node, placements
+        self.keep(value)
+
+    def keep(self, value: Value) -> None:
+        """Where a copy of ``value`` is kept, make it: all readers get that one."""
+        if value.name in self.plan.kept:
+            final = self.plan.kept[value.name]
+            before, _ = self.made[value.name]
+            node = self.bring(value, KEPT, final)
+            if node is not before:
+                node.meta["kept"] = value.name
+            self.made[value.name] = node, final
 
     def rewrite(self, op: Op, meta: dict[str, Any]) -> None:
         spec = self.plan.ops[op.name]
+        again = self.kept.get(op.outs[0].name) if len(op.outs) == 1 and op.outs[0] is not None else None
+        if again is not None and again != op.name:
+            self.made[op.name] = self.made[again]
+            return
         inputs = [self.bring(v, op.phase, p) for v, p in zip(op.ins, spec.ins, strict=True)]
         self.emit.hint = op.name
         self.emit.meta = {"phase": op.phase, "op": op.name, **{k: meta[k] for k in PROVENANCE if k in meta}}
@@ -125,6 +143,7 @@ class _Rewriter:
                 node._rename(value.name.replace("#", "_"))
                 node.meta.update(value=value.name, placements=placements)
             self.made[value.name] = node, placements
+            self.keep(value)
             self.bring_results(value, op.phase)
 
     def check_shape(self, op: Op, value: Value, placements: Placements, node: fx.Node) -> None:
@@ -157,8 +176,10 @@ class _Rewriter:
         if order:
             step = unpermuted(step, order)
         self.emit.hint = value.name.replace("#", "_")
-        kept = {k: node.meta[k] for k in PROVENANCE if k in node.meta}
-        self.emit.meta = {"phase": phase, "step": step, "step_value": value.name, **kept}
+        origin = {k: node.meta[k] for k in PROVENANCE if k in node.meta}
+        if phase == KEPT:
+            phase, origin = "forward", {**origin, "keeps": True}
+        self.emit.meta = {"phase": phase, "step": step, "step_value": value.name, **origin}
         if order:
             result = self.emit(aten.permute.default, emit_step(step, node.args[0], self.emit), list(order))
         else:

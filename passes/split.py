@@ -9,6 +9,13 @@ backward(h, x, t): g = where(h, t); gw = mm(x', g)                              
 What was to be recomputed was copied into the backward before planning, so the cut is by phase. A value that crosses is
 saved once per storage: views are made again in the backward, and a view that would keep a larger storage alive is copied.
 Inputs that the backward reads are not saved but passed again, except buffers that the forward replaces.
+
+Gathered copies that live for the whole step are results of the forward too, and a second forward takes them instead of gathering:
+
+```
+forward(w, x):  k = gather(w); h = mm(x, k)     -> h, k, (k saved)
+again(w, x, k): h = mm(x, k)                    -> h, (k saved)
+```
 """
 
 from __future__ import annotations
@@ -39,6 +46,8 @@ class Halves:
     saved_inputs: tuple[str, ...]
     tangents: tuple[str, ...]
     gradients: tuple[str, ...]
+    again: fx.GraphModule | None = None
+    kept: tuple[str, ...] = ()
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -64,11 +73,13 @@ def split(gm: fx.GraphModule, graph: OpGraph, *, training: bool) -> Halves:
     forward_inputs = [n for n in placeholders if n.meta["phase"] == "forward"]
     tangents = [n for n in placeholders if n.meta["phase"] == "backward"]
     body = [n for n in gm.graph.nodes if n.op == "call_function" and n.meta["phase"] == "backward"]
-    body, roots = _crossing(gm.graph, body, [g for g, _ in late], mutated={o.name for o in graph.outputs_of("mutation")})
+    kept = _kept_roots(gm.graph)
+    body, roots = _crossing(gm.graph, body, [g for g, _ in late], {o.name for o in graph.outputs_of("mutation")}, kept)
     saved = [r for r in roots if r.op != "placeholder"]
     again = [r for r in forward_inputs if r in set(roots)]
     computed = [n for n in gm.graph.nodes if n.op == "call_function" and n.meta["phase"] == "forward"]
-    forward = _build(gm, forward_inputs, computed, [*early, *saved])
+    forward = _build(gm, forward_inputs, computed, [*early, *kept, *saved])
+    again = _build(gm, [*forward_inputs, *kept], _without(computed, kept, [*early, *saved]), [*early, *saved]) if kept else None
     backward = _build(gm, [*saved, *again, *tangents], body, [g for g, _ in late]) if training else None
     mutations = graph.outputs_of("mutation")
     return Halves(
@@ -81,7 +92,35 @@ def split(gm: fx.GraphModule, graph: OpGraph, *, training: bool) -> Halves:
         saved_inputs=_values(again),
         tangents=_values(tangents),
         gradients=tuple(name for _, name in late),
+        again=again,
+        kept=tuple(_saved_name(n) for n in kept),
     )
+
+
+def _kept_roots(graph: fx.Graph) -> list[fx.Node]:
+    """What makes the storages of the copies that are kept, in order."""
+    return list(dict.fromkeys(_views_to_root(n)[-1] for n in graph.nodes if "kept" in n.meta))
+
+
+def _without(computed: list[fx.Node], kept: list[fx.Node], results: list[fx.Node]) -> list[fx.Node]:
+    """What of a forward remains to be computed where the copies that it keeps are given."""
+    making = _made_from(kept)
+    needed = _made_from([r for r in results if r not in kept], stop=frozenset(kept))
+    for node in computed:
+        if is_collective(node) and node not in making:
+            needed |= _made_from([node], stop=frozenset(kept))
+    return [n for n in computed if n not in kept and (n not in making or n in needed)]
+
+
+def _made_from(nodes: Iterable[fx.Node], stop: frozenset[fx.Node] = frozenset()) -> set[fx.Node]:
+    """``nodes`` and everything they are made from, as far as ``stop``."""
+    found, pending = set[fx.Node](), list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found and node not in stop:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
 
 
 def _values(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
@@ -102,7 +141,7 @@ def _places(graph: OpGraph, first: int) -> tuple[int | None, ...]:
 
 
 def _crossing(
-    graph: fx.Graph, body: list[fx.Node], results: list[fx.Node], mutated: set[str]
+    graph: fx.Graph, body: list[fx.Node], results: list[fx.Node], mutated: set[str], kept: list[fx.Node]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
     """What the backward must get from the forward.
 
@@ -119,7 +158,7 @@ def _crossing(
         root = chain.pop()
         if root.op == "placeholder" and root.meta.get("fqn") in mutated and root.meta["role"] == "buffer":
             root = _copied(graph, root, [*remade, *chain, *body])
-        elif chain and root.op != "placeholder" and root not in read and _bytes(node) < _bytes(root):
+        elif chain and root.op != "placeholder" and root not in read and root not in kept and _bytes(node) < _bytes(root):
             root, chain = _copied(graph, node, body), []
         remade.update(dict.fromkeys(reversed(chain)))
         roots[root] = None

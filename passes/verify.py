@@ -15,7 +15,7 @@ from meshwright.planner.ir.errors import VerifyError
 from meshwright.planner.ir.graph import OpGraph
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.spec import format_placements
-from meshwright.planner.ir.verify import planned_steps
+from meshwright.planner.ir.verify import kept_values, planned_steps
 
 KINDS = {
     "all_gather_into_tensor": "all_gather",
@@ -41,6 +41,7 @@ class VerifyProgram:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         _same_collectives(self.plan, self.graph, collectives_of(gm.graph.nodes))
         lowered = {n.meta["op"] for n in gm.graph.nodes if "op" in n.meta} | {n.name for n in gm.graph.nodes}
+        lowered |= kept_values(self.plan, self.graph).keys()
         unlowered = [op.name for op in self.graph.ops if op.name not in lowered and not _is_alias(op.target)]
         if unlowered:
             raise VerifyError(f"op {unlowered[0]} of the program was not lowered ({len(unlowered)} missing)")

@@ -68,7 +68,7 @@ def _spelled_out(
         ops=layout.ops,
         outputs=layout.outputs,
         redistributions=layout.redistributions,
-        collectives=collectives(found.tables, outcome),
+        collectives=collectives(found.tables, found.solution.chosen, outcome),
         predicted=Prediction(
             sum(outcome.compute_s),
             sum(outcome.exposed_s),
@@ -84,6 +84,7 @@ def _spelled_out(
         folded=blocks.summary(program.clusters),
         notes=_notes(program, found, gap),
         recompute=program.recompute,
+        kept=layout.kept,
     )
 
 

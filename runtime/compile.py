@@ -37,6 +37,18 @@ def compile_module(module: fx.GraphModule, capture: Capture) -> Runner:
     return _compile(module, capture.fake_mode)
 
 
+def compiled_later(module: fx.GraphModule, capture: Capture) -> Runner:
+    """As :func:`compile_module`, at the first call: many training loops never make it."""
+    compiled: list[Runner] = []
+
+    def run(*args: Any) -> Sequence[torch.Tensor]:
+        if not compiled:
+            compiled.append(compile_module(module, capture))
+        return compiled[0](*args)
+
+    return run
+
+
 def _compile(module: fx.GraphModule, fake_mode: Any) -> Runner:
     module = copy.deepcopy(module)  # Inductor rewrites what it is given
     examples = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]

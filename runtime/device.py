@@ -24,9 +24,7 @@ def use_device_kernels(program: LocalProgram, device: torch.device) -> LocalProg
     """
     if device.type == "cpu":
         return program
-    for module in (program.forward, program.backward):
-        if module is None:
-            continue
+    for module in program.graphs:
         for node in list(module.graph.nodes):
             if node.op != "call_function":
                 continue

@@ -25,9 +25,7 @@ def reduce_in_place(program: LocalProgram) -> LocalProgram:
     Returns:
         ``program``.
     """
-    for module in (program.forward, program.backward):
-        if module is None:
-            continue
+    for module in program.graphs:
         for node in module.graph.nodes:
             if node.target is _FUNCTIONAL and _is_last_reader(node, node.all_input_nodes[0]):
                 node.target = _IN_PLACE

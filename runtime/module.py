@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -133,12 +134,16 @@ class ParallelModule(nn.Module):
         buffers = self._tree.buffers()
         flat = [self._argument(program, name, given, parameters, buffers) for name in program.local.inputs]
         count = len(program.local.mutations)
+        run = partial(program.run_forward, parameters=parameters)
+        for other in self._library.programs if program.local.kept else ():
+            if other is not program:
+                other.copies.forget()
         if wants_grad:
             returns, tensors = self._returns(program, leaves, parameters)
-            results = Step.apply(program, flat, returns, *tensors)
+            results = Step.apply(program, flat, run, returns, *tensors)
         else:
             with torch.no_grad():
-                results = tuple(program.forward(*flat))
+                results = tuple(run(flat))
         with torch.no_grad():
             for name, new in zip(program.local.mutations, results[:count], strict=True):
                 buffers[name].copy_(new)
@@ -200,7 +205,23 @@ class ParallelModule(nn.Module):
         """
         if assign:
             raise InputError("load_state_dict(assign=True) would replace the sharded parameters: load without assign")
+        self.forget_kept()
         return load_state(self, state_dict, strict)
+
+    def forget_kept(self) -> None:
+        """Free the gathered copies of parameters that live for a step; the next forward gathers again.
+
+        Needed only by code that changes parameters with ``torch._foreach_*`` ops of its own, which nothing shows: optimizers,
+        ``load_state_dict`` and single ops in place are seen.
+        """
+        for program in self._library.programs:
+            program.copies.forget()
+
+    def train(self, mode: bool = True) -> Self:
+        """As ``nn.Module.train``; evaluation frees the gathered copies of parameters that live for a step."""
+        if not mode and "_library" in self.__dict__:
+            self.forget_kept()
+        return super().train(mode)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Whole plain tensors by name on every rank, for a single-device checkpoint; collective."""

@@ -20,12 +20,14 @@ from meshwright.planner.ir.graph import Capture, GraphOutput
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.spec import Placements, even_local_shape, local_slice
+from meshwright.planner.ir.verify import parameter_behind
 from meshwright.runtime.boxed import Boxed, boxed, in_a_list
-from meshwright.runtime.compile import compile_program
+from meshwright.runtime.compile import compile_program, compiled_later
 from meshwright.runtime.device import use_device_kernels
 from meshwright.runtime.gather import gather_whole
 from meshwright.runtime.inplace import reduce_in_place
 from meshwright.runtime.inputs import Call, CallBinder, PlainLeaf, TensorLeaf
+from meshwright.runtime.kept import KeptCopies
 from meshwright.runtime.mesh import coordinate_of, device_of, group_names, mesh_shape, torch_placements
 
 
@@ -88,10 +90,11 @@ class BoundProgram:
         outputs: the user outputs, in the order of the output structure's leaves.
         constants: values of the constant placeholders by value name.
         trainable: FQNs of the parameters that it makes gradients for, aliases included.
-        forward: callable of ``local.forward`` (compiled where asked).
+        forward: callable of ``local.forward``; ``again`` likewise (compiled where asked).
         backward: likewise; takes its arguments in one list, which it empties, so that what was saved is freed on the way.
         roles: role and name of every placeholder by value name.
         gradient_placements: where each gradient ends, by its name.
+        copies: gathered parameters that live until the parameters change.
     """
 
     capture: Capture
@@ -108,6 +111,20 @@ class BoundProgram:
     backward: Boxed | None
     roles: Mapping[str, tuple[str, str]]
     gradient_placements: Mapping[str, Placements]
+    again: Callable[..., Sequence[torch.Tensor]] | None
+    copies: KeptCopies
+
+    def run_forward(self, flat: Sequence[torch.Tensor], parameters: Mapping[str, Any]) -> list[torch.Tensor]:
+        """New buffers, outputs and saved values; what is kept of parameters is gathered only where they have changed."""
+        local, copies = self.local, self.copies.fresh(parameters)
+        if self.again is not None and copies is not None:
+            return list(self.again(*flat, *copies))
+        results = list(self.forward(*flat))
+        end = len(results) - len(local.saved)
+        start = end - len(local.kept)
+        if local.kept:
+            self.copies.keep(results[start:end], parameters)
+        return results[:start] + results[end:]
 
     @property
     def differentiates(self) -> bool:
@@ -156,8 +173,10 @@ def bind_program(
     if compile:
         forward, one_by_one = compile_program(local, capture)
         backward = None if one_by_one is None else in_a_list(one_by_one)
+        again = None if local.again is None else compiled_later(local.again, capture)
     else:
         local = reduce_in_place(local)
+        again = None if local.again is None else local.again.forward
         forward, backward = local.forward.forward, None if local.backward is None else boxed(local.backward)
     placeholders, plain = binder.captured(capture)
     wanting = {o.name for o in capture.graph.outputs_of("gradient") if o.value is not None}
@@ -187,7 +206,15 @@ def bind_program(
             for out, placements in zip(capture.graph.outputs, plan.outputs, strict=True)
             if out.role == "gradient" and placements is not None
         },
+        again=again,
+        copies=KeptCopies(_kept_parameters(capture, plan)),
     )
+
+
+def _kept_parameters(capture: Capture, plan: Plan) -> list[str]:
+    """FQNs of the parameters that gathered copies are kept of."""
+    behind = {parameter_behind(capture.graph, value) for value in plan.kept}
+    return [i.name for i in capture.graph.inputs_of("parameter") if i.value.name in behind]
 
 
 def check_plan(capture: Capture, plan: Plan, shape: MeshShape) -> None:

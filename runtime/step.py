@@ -60,18 +60,24 @@ def return_to_input(program: BoundProgram, name: str, value: str, *, whole: bool
 
 
 class Step(torch.autograd.Function):
-    """``apply(program, flat, returns, *leaves) -> forward's results without the saved ones``.
+    """``apply(program, flat, run, returns, *leaves) -> forward's results without the saved ones``.
 
-    ``flat`` holds the forward's local arguments, ``leaves`` the tensors that autograd may want gradients of (parameters
-    as DTensors, batch inputs as the caller passed them), and ``returns`` how each gets its gradient.
+    ``flat`` holds the forward's local arguments, from which ``run`` makes its results; ``leaves`` are the tensors that autograd
+    may want gradients of (parameters as DTensors, batch inputs as the caller passed them), and ``returns`` how each gets its
+    gradient.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, program: BoundProgram, flat: list[torch.Tensor], returns: Sequence[Return], *leaves: torch.Tensor
+        ctx: Any,
+        program: BoundProgram,
+        flat: list[torch.Tensor],
+        run: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+        returns: Sequence[Return],
+        *leaves: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         local = program.local
-        results = list(program.forward(*flat))
+        results = run(flat)
         index = {name: i for i, name in enumerate(local.inputs)}
         num_results = len(results) - len(local.saved)
         kept = [*results[num_results:], *(flat[index[name]] for name in local.saved_inputs)]
@@ -97,7 +103,7 @@ class Step(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()  # but where the graph is retained; then ``given`` alone holds them
         del grads, tangents
         made = dict(zip(program.local.gradients, program.backward(given), strict=True))
-        return None, None, None, *(None if made.get(r.name) is None else r.give_back(made[r.name]) for r in ctx.returns)
+        return None, None, None, None, *(None if made.get(r.name) is None else r.give_back(made[r.name]) for r in ctx.returns)
 
 
 def _plain(grad: torch.Tensor | None) -> torch.Tensor:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 
+KEPT = "kept"
+"""Phase of the path by which a copy that is kept for the whole step is made: see :attr:`Plan.kept`."""
+
 
 @dataclass(frozen=True, slots=True)
 class OpSpec:
@@ -107,7 +110,8 @@ class Redistribution:
 
     Attributes:
         value: name of the value.
-        phase: phase of the ops that need it: a value read in both phases is redistributed in each.
+        phase: phase of the ops that need it: a value read in both phases is redistributed in each; ``"kept"``: once for the
+            whole step, see :attr:`Plan.kept`.
         path: the placements passed through, first that of the producer; neighbours differ in one mesh axis.
     """
 
@@ -276,6 +280,8 @@ class Plan:
         pipeline: stages, schedule and micro-batches; None: every rank runs the whole program. With stages, ``mesh`` is the
             mesh inside each of them.
         recompute: what the backward computes again: ``graph_hash`` is that of the program in which it does.
+        kept: value made from one parameter alone to the placements that all its readers find it in: it is brought there once per
+            optimizer step and kept for the whole of it (ZeRO-1 and 2). The path there is listed with phase ``"kept"``.
     """
 
     graph_hash: str
@@ -308,6 +314,7 @@ class Plan:
     op_info: Mapping[str, OpInfo] = field(default_factory=dict)
     pipeline: Pipeline | None = None
     recompute: Recompute = field(default_factory=Recompute)
+    kept: Mapping[str, Placements] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 
     @cached_property
@@ -324,6 +331,8 @@ class Plan:
             does["pipeline"] = data["pipeline"]
         if self.recompute != Recompute():
             does["recompute"] = data["recompute"]
+        if self.kept:
+            does["kept"] = data["kept"]
         return hashlib.sha256(json.dumps(does, sort_keys=True).encode()).hexdigest()
 
     @cached_property
@@ -365,6 +374,7 @@ class Plan:
             "op_info": {k: _flat(v) for k, v in self.op_info.items()},
             "pipeline": None if self.pipeline is None else self.pipeline.to_json_dict(),
             "recompute": self.recompute.to_json_dict(),
+            "kept": {k: format_placements(v) for k, v in self.kept.items()},
         }
 
     def to_json(self) -> str:
@@ -410,6 +420,7 @@ class Plan:
                     "op_info": {k: _record(OpInfo, v) for k, v in data.get("op_info", {}).items()},
                     "pipeline": Pipeline.from_json_dict(data["pipeline"]) if data.get("pipeline") else None,
                     "recompute": Recompute.from_json_dict(data.get("recompute", {})),
+                    "kept": {k: parse_placements(v) for k, v in data.get("kept", {}).items()},
                 }
             )
         except PlanFormatError:

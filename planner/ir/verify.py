@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from meshwright.planner.ir.errors import VerifyError
 from meshwright.planner.ir.graph import GraphInput, GraphOutput, Op, OpGraph, Value
-from meshwright.planner.ir.plan import Plan
+from meshwright.planner.ir.plan import KEPT, Plan
 from meshwright.planner.ir.redistribute import default_path, legal_step, step_axis, step_kind
 from meshwright.planner.ir.spec import Placements, divides, format_placements
 
@@ -28,6 +28,7 @@ class PlannedStep:
         src: placements before; ``dst`` those after.
         axis: the mesh axis.
         kind: see ``redistribute.step_kind``.
+        kept: whether it makes a copy that is kept for the whole step; it is then in the forward.
     """
 
     value: Value
@@ -36,6 +37,7 @@ class PlannedStep:
     dst: Placements
     axis: int
     kind: str
+    kept: bool = False
 
 
 def result_phase(result: GraphOutput) -> str:
@@ -44,13 +46,36 @@ def result_phase(result: GraphOutput) -> str:
 
 
 def made_placements(plan: Plan, graph: OpGraph) -> dict[str, Placements]:
-    """Value name to the placements that its producer makes it in."""
+    """Value name to the placements that its readers find it in: those that its producer makes it in, or those it is kept in."""
+    made = _produced(plan, graph)
+    made.update((name, plan.kept[first]) for name, first in kept_values(plan, graph).items())
+    return made
+
+
+def parameter_behind(graph: OpGraph, value: str) -> str:
+    """Value name of the placeholder that a value which is kept is made from."""
+    maker = graph.producer[value]
+    while isinstance(maker, Op):
+        maker = graph.producer[maker.ins[0].name]
+    return maker.value.name
+
+
+def _produced(plan: Plan, graph: OpGraph) -> dict[str, Placements]:
     made = dict(plan.inputs)
     for op in graph.ops:
         for value, placements in zip(op.outs, plan.ops[op.name].outs, strict=True):
             if value is not None and placements is not None:
                 made[value.name] = placements
     return made
+
+
+def kept_values(plan: Plan, graph: OpGraph) -> dict[str, str]:
+    """Value name to the value whose kept copy its readers find: itself, or the forward value that it would compute again."""
+    found = {name: name for name in plan.kept}
+    if found:
+        again = ((op.outs[0], op.recompute_of) for op in graph.ops if op.recompute_of in plan.kept and len(op.outs) == 1)
+        found.update((value.name, first) for value, first in again if value is not None and first is not None)
+    return found
 
 
 def path_of(plan: Plan, value: Value, phase: str, src: Placements, dst: Placements) -> tuple[Placements, ...]:
@@ -80,7 +105,7 @@ def needs(plan: Plan, graph: OpGraph) -> Iterator[tuple[Value, str, Placements, 
 def planned_steps(plan: Plan, graph: OpGraph) -> tuple[PlannedStep, ...]:
     """Every step that the plan asks for, each once per (value, phase, placements); axes of one device take none."""
     made = made_placements(plan, graph)
-    steps: list[PlannedStep] = []
+    steps = list(_kept_steps(plan, graph))
     have: set[tuple[str, str, Placements]] = set()
     for value, phase, wanted, _ in needs(plan, graph):
         if (value.name, phase, wanted) in have:
@@ -95,6 +120,25 @@ def planned_steps(plan: Plan, graph: OpGraph) -> tuple[PlannedStep, ...]:
             if plan.mesh.sizes[axis] > 1 and kind is not None:
                 steps.append(PlannedStep(value, phase, src, dst, axis, kind))
     return tuple(steps)
+
+
+def _kept_steps(plan: Plan, graph: OpGraph) -> Iterator[PlannedStep]:
+    """The steps that make the copies that are kept, each once however often it is read or computed again."""
+    produced = _produced(plan, graph) if plan.kept else {}
+    for name, final in plan.kept.items():
+        value = _value_named(graph, name)
+        for src, dst in itertools.pairwise(path_of(plan, value, KEPT, produced[name], final)):
+            axis = step_axis(src, dst)
+            kind = step_kind(src[axis], dst[axis])
+            if plan.mesh.sizes[axis] > 1 and kind is not None:
+                yield PlannedStep(value, "forward", src, dst, axis, kind, kept=True)
+
+
+def _value_named(graph: OpGraph, name: str) -> Value:
+    maker = graph.producer[name]
+    if isinstance(maker, GraphInput):
+        return maker.value
+    return next(v for v in maker.outs if v is not None and v.name == name)
 
 
 def verify_plan(plan: Plan, graph: OpGraph) -> None:
@@ -117,6 +161,7 @@ def verify_plan(plan: Plan, graph: OpGraph) -> None:
         _verify_op(plan, op)
     for result, final in zip(graph.outputs, plan.outputs, strict=True):
         _verify_result(plan, graph, result, final)
+    _verify_kept(plan, graph)
     _verify_paths(plan, graph)
     _verify_pipeline(plan, graph)
 
@@ -211,10 +256,33 @@ def _verify_result(plan: Plan, graph: OpGraph, result: GraphOutput, final: Place
             )
 
 
+def _verify_kept(plan: Plan, graph: OpGraph) -> None:
+    """What is kept is made in the forward, from one parameter alone, and complete."""
+    for name, placements in plan.kept.items():
+        if name not in graph.producer:
+            raise VerifyError(f"the plan keeps {name}, which the program does not have")
+        value, maker = _value_named(graph, name), graph.producer[name]
+        while isinstance(maker, Op):
+            if len(set(maker.ins)) != 1 or len(maker.outs) != 1 or maker.phase != "forward":
+                raise VerifyError(
+                    f"the plan keeps {value}, but op {maker.name} ({maker.target}) does not make it in the forward from one value"
+                )
+            maker = graph.producer[maker.ins[0].name]
+        if maker.role != "parameter":
+            raise VerifyError(
+                f"the plan keeps {value}, which is made from {maker.role} {maker.name!r}: only parameters stay for a step"
+            )
+        _verify_placements(plan, f"kept {name}", value, placements, uneven=True)
+        if any(p.is_partial for p in placements):
+            raise VerifyError(f"the plan keeps {value} as {format_placements(placements)}: it must be complete")
+
+
 def _verify_paths(plan: Plan, graph: OpGraph) -> None:
-    made = made_placements(plan, graph)
-    for value, phase, wanted, who in needs(plan, graph):
-        src, text = made[value.name], f"{format_placements(made[value.name])} -> {format_placements(wanted)}"
+    made, produced = made_placements(plan, graph), _produced(plan, graph)
+    kept = ((_value_named(graph, name), KEPT, final, f"kept {name}") for name, final in plan.kept.items())
+    for value, phase, wanted, who in itertools.chain(kept, needs(plan, graph)):
+        src = (produced if phase == KEPT else made)[value.name]
+        text = made[value.name], f"{format_placements(made[value.name])} -> {format_placements(wanted)}"
         try:
             path = path_of(plan, value, phase, src, wanted)
         except ValueError:

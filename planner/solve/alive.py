@@ -2,6 +2,7 @@
 
 ============== =====================================================================================================
 parameters     the piece at rest; ``optimizer`` its state, ``buffers``, ``inputs`` likewise, all the time
+kept           copies of parameters that are gathered for the whole step
 activations    forward values until the backward has read them for the last time, where their producer made them
 working        values that only one phase reads; activations brought to another placement, while something reads that
 gathered       copies of parameters while something reads them, and the largest once more for what is fetched ahead
@@ -26,7 +27,7 @@ from meshwright.planner.ir.cluster import ClusterGraph
 from meshwright.planner.ir.graph import OpGraph, Value
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.spec import Placements
-from meshwright.planner.ir.verify import path_of
+from meshwright.planner.ir.verify import kept_values, parameter_behind, path_of
 from meshwright.planner.solve.candidates import piece_bytes, piece_numel
 from meshwright.planner.solve.liveness import Span, Timeline, late_makers, roots
 from meshwright.planner.solve.memory import BUCKET_BYTES, GATHER_BYTES, parameters_with_gradient, rest_bytes
@@ -80,6 +81,7 @@ class _Step:
         self.late = late_makers(self.graph)
         self.values = {v.name: v for op in self.graph.ops for v in op.outs if v is not None}
         self.placeholders = {i.value.name: i for i in self.graph.inputs}
+        self.kept = kept_values(self.plan, self.graph).keys()
         self.readers: dict[str, list[str]] = {}
         self.copies: dict[tuple[str, str, Placements], list[str]] = {}
 
@@ -109,9 +111,13 @@ class _Step:
         total: dict[str, int] = {}
         with_gradient = parameters_with_gradient(self.graph)
         for name, source in self.placeholders.items():
-            numel = piece_numel(source.value.shape, self.made[name], self.sizes)
+            numel = piece_numel(source.value.shape, self.plan.inputs[name], self.sizes)
             for category, size in rest_bytes(source, numel, state_bytes, name in with_gradient).items():
                 total[category] = total.get(category, 0) + size * self.clusters.times(name)
+        for name, placements in self.plan.kept.items():
+            value = self.values.get(name) or self.placeholders[name].value
+            size = self._bytes(value, placements) * self.clusters.times(parameter_behind(self.graph, name))
+            total["kept"] = total.get("kept", 0) + size
         return total
 
     def _read(self) -> None:
@@ -156,7 +162,7 @@ class _Step:
     def _values(self, stay: set[str]) -> None:
         for name, value in self.values.items():
             readers = self.readers.get(name, [])
-            if self.root[name] != name or (name in self.shrinking and not readers):
+            if self.root[name] != name or name in self.kept or (name in self.shrinking and not readers):
                 continue
             spans = self.line.spans(self._maker(name), readers, to_end=name in stay)
             saved = self._phase(name.partition("#")[0]) == "forward" and any(self._phase(r) == "backward" for r in readers)

@@ -38,12 +38,15 @@ class Candidate:
         ins: placements of each of ``Cluster.ins``.
         outs: placements of each of ``Cluster.outs``.
         rest: placements at rest, for a placeholder's cluster.
+        kept: for a parameter of which a gathered copy is kept (see :mod:`meshwright.planner.solve.keep`), the placements that the
+            copy passes through, the last one kept.
     """
 
     rows: tuple[ClusterRow, ...]
     ins: tuple[Placements, ...]
     outs: tuple[Placements, ...]
     rest: Placements | None
+    kept: tuple[Placements, ...] | None = None
 
     @classmethod
     def of(cls, rows: tuple[ClusterRow, ...]) -> Candidate:
@@ -57,7 +60,7 @@ class Candidate:
     @property
     def signature(self) -> tuple:
         """What the rest of the program sees of it."""
-        return self.ins, self.outs, self.rest
+        return self.ins, self.outs, self.rest, self.kept
 
 
 # What a row reads, makes, and how its placeholder rests.

@@ -15,7 +15,7 @@ from meshwright.planner.ir.graph import Op, OpGraph, Value
 from meshwright.planner.ir.plan import Collective, Plan
 from meshwright.planner.ir.redistribute import COLLECTIVES
 from meshwright.planner.ir.spec import Placements, Row
-from meshwright.planner.ir.verify import PlannedStep, made_placements, planned_steps
+from meshwright.planner.ir.verify import PlannedStep, made_placements, parameter_behind, planned_steps
 from meshwright.planner.solve.alive import peak_of
 from meshwright.planner.solve.price import Outcome
 from meshwright.planner.solve.problem import SEGMENTS
@@ -156,7 +156,8 @@ class _Walk:
         counts: dict[_Step, int] = {}
         for step in planned_steps(self.plan, self.graph):
             key = (*self._priced(step), (step.value.name, step.phase) in hides, step.phase)
-            counts[key] = counts.get(key, 0) + self.clusters.times(step.value.name)
+            name = parameter_behind(self.graph, step.value.name) if step.kept else step.value.name
+            counts[key] = counts.get(key, 0) + self.clusters.times(name)
         return counts
 
     def _priced(self, step: PlannedStep) -> tuple[str, int, int, float]:

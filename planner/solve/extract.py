@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.planner.ir.cluster import Cluster
-from meshwright.planner.ir.plan import Collective, OpSpec, Redistribution
+from meshwright.planner.ir.plan import KEPT, Collective, OpSpec, Redistribution
 from meshwright.planner.ir.redistribute import COLLECTIVES
 from meshwright.planner.ir.spec import Placements, R
 from meshwright.planner.solve.candidates import Candidate
+from meshwright.planner.solve.keep import gathers_of, root_of
 from meshwright.planner.solve.paths import tree_path
 from meshwright.planner.solve.price import Outcome
 from meshwright.planner.solve.problem import SEGMENTS
@@ -25,6 +26,7 @@ class Layout:
     ops: Mapping[str, OpSpec]
     outputs: tuple[Placements | None, ...]
     redistributions: tuple[Redistribution, ...]
+    kept: Mapping[str, Placements]
 
     @property
     def paths(self) -> dict[tuple[str, str, Placements], tuple[Placements, ...]]:
@@ -46,7 +48,8 @@ def extract(tables: Tables, chosen: Sequence[int], outcome: Outcome) -> Layout:
         {i.value.name: inputs[i.value.name] for i in tables.graph.inputs},
         {op.name: specs[op.name] for op in tables.graph.ops},
         _outputs(tables, picked, paths),
-        _redistributions(tables, paths),
+        _redistributions(tables, picked, paths),
+        {name: path[-1] for name, path in _kept(tables, picked).items()},
     )
 
 
@@ -81,9 +84,21 @@ def _paths(tables: Tables, chosen: Sequence[int], outcome: Outcome) -> _Paths:
     return found
 
 
-def _redistributions(tables: Tables, paths: _Paths) -> tuple[Redistribution, ...]:
+def _kept(tables: Tables, picked: Sequence[Candidate]) -> dict[str, tuple[Placements, ...]]:
+    """What is kept for the whole step, and the path there."""
+    found: dict[str, tuple[Placements, ...]] = {}
+    for cluster, candidate in zip(tables.clusters.clusters, picked, strict=True):
+        root = root_of(cluster)
+        if root is not None and candidate.kept is not None:
+            found[root.value.name] = candidate.kept
+    return found
+
+
+def _redistributions(tables: Tables, picked: Sequence[Candidate], paths: _Paths) -> tuple[Redistribution, ...]:
     """Every path with a step, each once, in the order in which values are made."""
     listed: dict[Redistribution, None] = {}
+    for name, kept in _kept(tables, picked).items():
+        listed[Redistribution(name, KEPT, kept)] = None
     for cluster in tables.clusters.clusters:
         for value in cluster.outs:
             for phase in SEGMENTS:
@@ -113,7 +128,7 @@ def _outputs(tables: Tables, picked: Sequence[Candidate], paths: _Paths) -> tupl
     return tuple(ends)
 
 
-def collectives(tables: Tables, outcome: Outcome) -> tuple[Collective, ...]:
+def collectives(tables: Tables, chosen: Sequence[int], outcome: Outcome) -> tuple[Collective, ...]:
     """The collectives of one step, equal ones counted, by kind, axis and size."""
     counts: dict[tuple[str, int, int, float, bool], int] = {}
     for index, flow in enumerate(tables.problem.flows):
@@ -122,4 +137,8 @@ def collectives(tables: Tables, outcome: Outcome) -> tuple[Collective, ...]:
             if kind in COLLECTIVES:
                 key = (kind, axis, size, float(flow.network.seconds[arc]), flow.hidden)
                 counts[key] = counts.get(key, 0) + flow.count
+    for g, c in enumerate(chosen):
+        for kind, axis, size, seconds in gathers_of(tables.first(g), tables.candidates[g][c], tables.costs):
+            key = (kind, axis, size, seconds, tables.problem.choices[g].gather_hidden)
+            counts[key] = counts.get(key, 0) + tables.problem.choices[g].count
     return tuple(Collective(*key, n) for key, n in sorted(counts.items()))

@@ -49,6 +49,8 @@ def price(problem: Problem, restriction: Restriction, chosen: Sequence[int]) -> 
     compute, exposed, hidden = ([0.0] * len(SEGMENTS) for _ in range(3))
     for choice, c in zip(problem.choices, chosen, strict=True):
         compute[choice.segment] += choice.count * float(choice.compute_s[c])
+        if choice.gather_s is not None:
+            (hidden if choice.gather_hidden else exposed)[choice.segment] += choice.count * float(choice.gather_s[c])
     trees = []
     for index, flow in enumerate(problem.flows):
         tree = _tree(flow, restriction.arcs.get(index), chosen)

@@ -32,6 +32,9 @@ class Choice:
         segment: index in ``SEGMENTS`` of the phase in which they compute.
         compute_s: seconds of one cluster by candidate, shape [candidates].
         memory_bytes: category to bytes of all the clusters together by candidate, shape [candidates].
+        gather_s: seconds of gathering once per step what one cluster's candidate keeps gathered, shape [candidates]; None where
+            none does. It is communication of the choice's segment.
+        gather_hidden: whether that can be issued ahead.
     """
 
     name: str
@@ -39,6 +42,8 @@ class Choice:
     segment: int
     compute_s: np.ndarray
     memory_bytes: Mapping[str, np.ndarray] = field(default_factory=dict)
+    gather_s: np.ndarray | None = None
+    gather_hidden: bool = True
 
     @property
     def num_candidates(self) -> int:

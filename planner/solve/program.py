@@ -233,11 +233,14 @@ class _Assembly:
             allowed = self.restriction.allowed.get(g, np.ones(choice.num_candidates, dtype=bool))
             chosen = np.flatnonzero(allowed)
             seconds = choice.count * choice.compute_s * self.scale
-            cost = self._ties(g)
+            gathers = np.zeros(choice.num_candidates) if choice.gather_s is None else choice.count * choice.gather_s * self.scale
+            cost = self._ties(g) + (gathers * (self.problem.tie_hidden if choice.gather_hidden else 1.0) if self.timed else 0.0)
             columns = np.full(choice.num_candidates, -1, dtype=np.int64)
             for c in chosen:
                 columns[c] = self.rows.column(cost[c], 1.0, integer=True, fixed=len(chosen) == 1)
                 self.compute[choice.segment].append((int(columns[c]), seconds[c]))
+                if choice.gather_hidden and gathers[c] > 0:
+                    self.hidden[choice.segment].append((int(columns[c]), gathers[c]))
             self.columns.append(columns)
             if len(chosen) != 1:
                 self.rows.row(1.0, 1.0, [(int(columns[c]), 1.0) for c in chosen])

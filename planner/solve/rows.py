@@ -18,6 +18,7 @@ from meshwright.planner.ir.cluster import ClusterGraph
 from meshwright.planner.ir.graph import OpGraph, Value
 from meshwright.planner.ir.spec import Placements, R
 from meshwright.planner.solve.candidates import Candidate, piece_bytes, piece_numel
+from meshwright.planner.solve.keep import root_of
 from meshwright.planner.solve.liveness import Span, Timeline, late_makers, roots
 from meshwright.planner.solve.problem import Peak
 from meshwright.planner.solve.results import parameter_of
@@ -115,17 +116,23 @@ class MemoryRows:
     def _made(self) -> Iterator[_Item]:
         """Values where their producers make them."""
         for i, cluster in enumerate(self.clusters.clusters):
+            g, root = self.class_of[i], root_of(cluster)
             for m, op in enumerate(cluster.ops):
                 for k, value in enumerate(op.outs):
                     life = None if value is None else self.lives.of.get(value.name)
                     if value is not None and life is not None:
-                        yield _Item(life[0], self.class_of[i], self._by_candidate(self.class_of[i], m, k, value), life[1])
+                        is_kept = root is not None and value.name in root.views
+                        yield _Item(life[0], g, self._by_candidate(g, m, k, value, is_kept), life[1])
 
-    def _by_candidate(self, g: int, m: int, k: int, value: Value) -> np.ndarray:
+    def _by_candidate(self, g: int, m: int, k: int, value: Value, is_kept: bool) -> np.ndarray:
+        """Bytes of a result; none for a value that is kept gathered, which counts apart."""
         key = (g, m, k)
         if key not in self._sizes_of:
             made = [tuple(row.members[m].outs[k] or R for row in c.rows) for c in self.candidates[g]]
-            self._sizes_of[key] = _piece_sizes(value, made, self.sizes)
+            sizes = _piece_sizes(value, made, self.sizes)
+            if is_kept:
+                sizes[[c.kept is not None for c in self.candidates[g]]] = 0.0
+            self._sizes_of[key] = sizes
         return self._sizes_of[key]
 
     def _gradients(self) -> Iterator[_Item]:

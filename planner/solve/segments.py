@@ -1,6 +1,6 @@
 """Which communication can hide behind compute: it can be issued ahead, and something long runs meanwhile.
 
-* A parameter's gather can be issued ahead, except one that is needed before the phase's first heavy kernel.
+* A parameter's gather, for one phase or kept for the step, can be issued ahead, except one that is needed before the phase's first heavy kernel.
 * A gradient's reduction can run while the backward goes on, except one that begins after the last heavy kernel.
 * All else is on the way of the compute and exposed.
 
@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from meshwright.planner.ir.cluster import ClusterGraph
-from meshwright.planner.ir.graph import OpGraph
+from meshwright.planner.ir.cluster import Cluster, ClusterGraph
+from meshwright.planner.ir.graph import OpGraph, Value
 from meshwright.planner.ir.heavy import HEAVY
+from meshwright.planner.solve.keep import root_of
 from meshwright.planner.solve.problem import SEGMENTS
 from meshwright.planner.solve.results import parameter_of
 
@@ -45,7 +46,13 @@ def _ahead(graph: OpGraph, clusters: ClusterGraph) -> frozenset[tuple[str, str]]
 
 def _parameter_values(clusters: ClusterGraph) -> list[str]:
     sources = (c for c in clusters.clusters if c.source is not None and c.source.role == "parameter")
-    return [v.name for c in sources for v in c.outs]
+    return [v.name for c in sources for v in (*c.outs, *_kept(c))]
+
+
+def _kept(cluster: Cluster) -> tuple[Value, ...]:
+    """What can be kept of a parameter, where it is not read outside itself."""
+    root = root_of(cluster)
+    return () if root is None or root.value in cluster.outs else (root.value,)
 
 
 def _at_the_ends(graph: OpGraph, clusters: ClusterGraph) -> set[tuple[str, str]]:
@@ -61,6 +68,10 @@ def _at_the_ends(graph: OpGraph, clusters: ClusterGraph) -> set[tuple[str, str]]
     for i, cluster in enumerate(clusters.clusters):
         if members[clusters.class_of[i]] > 1 or clusters.weights[i] > 1:
             continue
+        root = root_of(cluster)
+        first = min((first_read.get(v.name, len(position)) for v in cluster.outs), default=len(position))
+        if root is not None and heavy["forward"] and first < heavy["forward"][0]:
+            found.add((root.value.name, "forward"))
         for v in cluster.outs:
             if cluster.source is not None:
                 if heavy["forward"] and first_read.get(v.name, len(position)) < heavy["forward"][0]:

@@ -8,7 +8,8 @@ run replicated: what a strategy cannot do to a parameter it leaves replicated, a
 name     batch                            parameters at rest                               parameters in use
 ======== ================================ ================================================ =======================
 ddp      sharded over all axes            replicated                                       whole
-zero3    sharded over all axes            sharded over as many devices as possible         gathered whole
+zero1    sharded over all axes            sharded over as many devices as possible         gathered once per step and kept
+zero3    sharded over all axes            sharded over as many devices as possible         gathered whole, in each phase
 tp       last axis: whole; others: as ddp last axis: sharded wherever the ops can use it   never gathered
 ======== ================================ ================================================ =======================
 """
@@ -41,6 +42,8 @@ class AxisRule:
         rest: ``"sharded"`` (where possible), ``"whole"``, ``"preferred"`` (sharded where some op can use the shard as it
             is) or ``"free"``.
         use: ``"whole"`` (ops read whole parameters), ``"in place"`` (parameters are never gathered) or ``"free"``.
+        keep: what is gathered of parameters that are sharded at rest: ``"kept"`` for the whole step, ``"never"`` kept, or ``"free"``.
+            A frozen parameter has nothing that is worth sharding then, and rests whole under ``"kept"``.
         compute: ``"follows batch"`` (see :mod:`meshwright.planner.solve.follow`) or ``"free"``.
     """
 
@@ -48,6 +51,7 @@ class AxisRule:
     rest: str = "free"
     use: str = "free"
     compute: str = "free"
+    keep: str = "free"
 
 
 @dataclass(frozen=True)
@@ -88,12 +92,22 @@ STRATEGIES: Mapping[str, Strategy] = {
         Strategy("auto", "the fastest plan that fits"),
         Strategy("ddp", "replicated parameters, sharded batch", _REPLICAS),
         Strategy(
+            "zero1",
+            "optimizer state sharded, parameters gathered once per step, gradients summed whole",
+            AxisRule(batch="sharded", rest="sharded", use="whole", compute="follows batch", keep="kept"),
+        ),
+        Strategy(
             "zero3",
             "parameters, gradients and optimizer state sharded, gathered for use",
-            AxisRule(batch="sharded", rest="sharded", use="whole", compute="follows batch"),
+            AxisRule(batch="sharded", rest="sharded", use="whole", compute="follows batch", keep="never"),
             aliases=("fsdp",),
         ),
-        Strategy("tp", "parameters sharded along the ops' own dims", _REPLICAS, AxisRule("whole", "preferred", "in place")),
+        Strategy(
+            "tp",
+            "parameters sharded along the ops' own dims",
+            _REPLICAS,
+            AxisRule("whole", "preferred", "in place", keep="never"),
+        ),
     )
     for name in (s.name, *s.aliases)
 }
@@ -222,7 +236,7 @@ class _Work:
             source = self.tables.first(choice).source
             candidates = self.tables.candidates[choice]
             assert source is not None
-            mask = np.array([all(_rest(c)[a] == R for a in whole) for c in candidates])
+            mask = np.array([all(_rest(c)[a] == R for a in whole) and self._keeps(c) for c in candidates])
             if sharded:
                 ranks = [
                     _sharding_rank(c, source, sharded, self.tables.mesh) if ok else ()
@@ -238,6 +252,15 @@ class _Work:
             self.notes.append(
                 f"{self.name}: {len(replicated)} parameters cannot be cut into non-empty pieces and rest whole: {_some(replicated)}"
             )
+
+    def _keeps(self, candidate: Candidate) -> bool:
+        """Whether a parameter's candidate keeps what the rules want kept, and nothing that they do not."""
+        rest, kept = _rest(candidate), candidate.kept
+        for a, rule in enumerate(self.rules):
+            is_kept = kept is not None and kept[0][a] != kept[-1][a]
+            if (rule.keep == "never" and is_kept) or (rule.keep == "kept" and rest[a].is_shard and not is_kept):
+                return False
+        return True
 
     def _prefer(self, choice: int, candidates: Sequence[Candidate], mask: np.ndarray, axes: Sequence[int]) -> None:
         """Avoid resting whole where some allowed candidate does not."""

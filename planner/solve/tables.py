@@ -18,6 +18,7 @@ from meshwright.planner.ir.graph import OpGraph, Value
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.spec import Placement, Placements, R
 from meshwright.planner.solve.candidates import Candidate, Edges, cheapest_of_equals, even, expand, piece_bytes, storable
+from meshwright.planner.solve.keep import kept_bytes, root_of, with_kept
 from meshwright.planner.solve.memory import GATHERED_COPIES, parameters_with_gradient, resting
 from meshwright.planner.solve.network import Networks, PlacementNetwork
 from meshwright.planner.solve.precision import unreduced_values
@@ -55,6 +56,7 @@ class Tables:
         readers: flow to its demands' readers.
         result_readers: the reader that each result of the graph is, in the graph's order; None where there is no tensor.
         problem: the numbers.
+        costs: what they were made with.
         cache: reduced networks, shared by all solves of the problem.
     """
 
@@ -69,6 +71,7 @@ class Tables:
     readers: tuple[tuple[Reader, ...], ...]
     result_readers: tuple[Reader | None, ...]
     problem: Problem
+    costs: Costs
     cache: NetworkCache = field(default_factory=NetworkCache)
 
     def first(self, choice: int) -> Cluster:
@@ -122,17 +125,20 @@ def build_tables(
     for i, g in enumerate(dense):
         members[g].append(i)
     with_gradient = parameters_with_gradient(graph)
-    choices, candidates = [], []
+    choices, candidates, hidden = [], [], hidden_values(graph, clusters)
     for group in members:
         count = sum(clusters.weights[i] for i in group)
         tied = [clusters.clusters[i] for i in group]
-        choice, kept = _choice(tied, count, mesh, costs, [_union([rows[i] for i in group]) for rows in allowed])
+        source = tied[0].source
+        trained = source is not None and source.value.name in with_gradient
+        wanted = [_union([rows[i] for i in group]) for rows in allowed]
+        choice, kept = _choice(tied, count, mesh, costs, wanted, hidden if trained else None)
         rest = resting(with_gradient, tied, kept, mesh.sizes, state_bytes, clusters.times)
-        choices.append(replace(choice, memory_bytes=rest))
+        choices.append(replace(choice, memory_bytes={**rest, **kept_bytes(tied, kept, mesh.sizes, clusters.times)}))
         candidates.append(kept)
     points = MemoryRows(graph, clusters, dense, candidates, mesh.sizes)
     choices = [replace(c, memory_bytes=_added(c.memory_bytes, points.at_base(g))) for g, c in enumerate(choices)]
-    layout = _Flows(graph, clusters, dense, candidates, Networks(costs, mesh.sizes), mesh, precision)
+    layout = _Flows(graph, clusters, dense, candidates, Networks(costs, mesh.sizes), mesh, precision, hidden)
     flows = [layout.flow(group) for group in layout.groups()]
     peaks = (*points.peaks(), *_gathered(flows, clusters, members, mesh))
     return Tables(
@@ -154,6 +160,7 @@ def build_tables(
             memory_limit_bytes,
             _tie_memory(choices),
         ),
+        costs,
     )
 
 
@@ -163,14 +170,21 @@ def _choice(
     mesh: MeshShape,
     costs: Costs,
     wanted: Sequence[frozenset[Edges] | None],
+    hidden: frozenset[tuple[str, str]] | None,
 ) -> tuple[Choice, tuple[Candidate, ...]]:
+    """``hidden``: which gathers hide, for a parameter with a gradient, of which a copy may be kept; else None."""
     first = members[0]
     expanded = expand(first, mesh.sizes, wanted)
+    gathers: tuple[float, ...] = (0.0,) * len(expanded)
+    if hidden is not None:
+        expanded, gathers = with_kept(first, expanded, mesh.sizes, costs)
     seconds = np.asarray(costs.cluster_costs(first, [c.rows for c in expanded]), dtype=float)
     kept = cheapest_of_equals(expanded, seconds)
     candidates = tuple(expanded[i] for i in kept)
-    segment = SEGMENTS.index(first.phase)
-    return Choice(first.name, count, segment, seconds[kept]), candidates
+    choice, root = Choice(first.name, count, SEGMENTS.index(first.phase), seconds[kept]), root_of(first)
+    if any(gathers) and root is not None and hidden is not None:
+        choice = replace(choice, gather_s=np.array(gathers)[kept], gather_hidden=(root.value.name, "forward") in hidden)
+    return choice, candidates
 
 
 def _added(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -202,6 +216,7 @@ class _Flows:
         networks: Networks,
         mesh: MeshShape,
         precision: str | None,
+        hidden: frozenset[tuple[str, str]],
     ):
         self._clusters = clusters
         self._class_of = class_of
@@ -210,7 +225,7 @@ class _Flows:
         self._sizes = mesh.sizes
         self._unreduced = unreduced_values(graph) if precision == "bf16-mixed" else frozenset()
         self._readers: dict[tuple[str, str], dict[Reader, None]] = {}
-        self._hidden = hidden_values(graph, clusters)
+        self._hidden = hidden
         self.results: list[Reader | None] = []
         for i, cluster in enumerate(clusters.clusters):
             for slot, value in enumerate(cluster.ins):

@@ -1,0 +1,194 @@
+"""Copies of parameters that are gathered once per optimizer step and kept for the whole of it: ZeRO-1 and 2.
+
+```
+w S(0) -> bfloat16 S(0) -> t S(1)                 every reader gathers what it reads, in each phase (ZeRO-3)
+w S(0) -> bfloat16 S(0), kept R -> t R            gathered once; all that is behind it is whole
+```
+
+What is kept is the smallest value that all readers of the parameter derive from, after its own casts. At rest, and with it the
+gradient and the optimizer's state, the parameter stays sharded.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+
+from meshwright.planner.ir.cluster import Cluster, ClusterRow
+from meshwright.planner.ir.graph import Op, Value
+from meshwright.planner.ir.redistribute import legal_step, step_axis
+from meshwright.planner.ir.spec import Placement, Placements, R
+from meshwright.planner.kinds import is_free
+from meshwright.planner.solve.candidates import Candidate, piece_bytes
+
+
+class StepCosts(Protocol):
+    """What pricing a gather needs of the cost model."""
+
+    def step_s(self, value: Value, src: Placements, axis: int, dst: Placement) -> tuple[str, int, float]: ...
+
+
+@dataclass(frozen=True)
+class Root:
+    """What of a parameter can be kept.
+
+    Attributes:
+        value: the value.
+        above: indices of the cluster's ops that lead to it, its own and those that compute one of them again among them.
+        views: names of the cluster's values that only look at a kept copy in another way.
+    """
+
+    value: Value
+    above: frozenset[int]
+    views: frozenset[str]
+
+
+def root_of(cluster: Cluster) -> Root | None:
+    """What can be kept of a parameter; None for other clusters and for a parameter that nothing reads."""
+    if cluster.source is None or cluster.source.role != "parameter" or not cluster.outs:
+        return None
+    return _root(cluster.source.value, cluster.ops, cluster.outs)
+
+
+@lru_cache(maxsize=1 << 14)
+def _root(source: Value, ops: tuple[Op, ...], outs: tuple[Value, ...]) -> Root:
+    values, phase = {source.name: source}, {source.name: "forward"}
+    behind, same = dict[str, str](), dict[str, str]()
+    names = {op.name: op.outs[0].name for op in ops if op.outs[0] is not None}
+    for op in ops:
+        made = op.outs[0]
+        assert made is not None
+        values[made.name], phase[made.name] = made, op.phase
+        same[made.name] = names.get(op.recompute_of or op.name, made.name)
+        behind[made.name] = op.ins[0].name
+    chains = [_chain(v.name, behind, same) for v in outs]
+    common = [level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, zip(*chains, strict=False))]
+    root = min((n for n in common if phase[n] == "forward"), key=lambda n: values[n].size_bytes)
+    leading = set(common[1 : common.index(root) + 1])
+    above = frozenset(m for m, op in enumerate(ops) if same[names[op.name]] in leading)
+    return Root(values[root], above, _views(ops, root, above, same))
+
+
+def _chain(value: str, behind: dict[str, str], same: dict[str, str]) -> list[str]:
+    """What a value is made from, the placeholder first; what is computed again counts as the first."""
+    chain = [same.get(value, value)]
+    while chain[-1] in behind:
+        before = behind[chain[-1]]
+        chain.append(same.get(before, before))
+    return chain[::-1]
+
+
+def _views(ops: tuple[Op, ...], root: str, above: frozenset[int], same: dict[str, str]) -> frozenset[str]:
+    found = {root}
+    for m, op in enumerate(ops):
+        made = op.outs[0]
+        assert made is not None
+        is_view = m not in above and is_free(op) and made.dtype == op.ins[0].dtype and op.ins[0].name in found
+        if is_view or same[made.name] == root:
+            found.add(made.name)
+    return frozenset(found)
+
+
+def with_kept(
+    cluster: Cluster, candidates: Sequence[Candidate], sizes: tuple[int, ...], costs: StepCosts
+) -> tuple[tuple[Candidate, ...], tuple[float, ...]]:
+    """``candidates``, and behind them those that keep a copy which is whole over some axes that shard the parameter.
+
+    Of several that rest differently and are read alike, the one that is gathered fastest.
+
+    Returns:
+        The candidates, and for each the seconds of gathering the copy once.
+    """
+    root = root_of(cluster)
+    if root is None:
+        return tuple(candidates), (0.0,) * len(candidates)
+    rows = _KeptRows(cluster, root)
+    best: dict[tuple, tuple[float, Candidate]] = {}
+    for candidate in candidates:
+        made = rows.made(candidate)
+        sharded = [a for a, n in enumerate(sizes) if n > 1 and made[a].is_shard]
+        for count in range(1, len(sharded) + 1):
+            for axes in itertools.combinations(sharded, count):
+                key = (axes, tuple(id(row) for a, row in enumerate(candidate.rows) if a not in axes))
+                found = _fastest(root.value, made, axes, costs)
+                if found is not None and (key not in best or found[0] < best[key][0]):
+                    best[key] = found[0], rows.kept(candidate, axes, found[1])
+    return (*candidates, *(c for _, c in best.values())), (*(0.0 for _ in candidates), *(s for s, _ in best.values()))
+
+
+class _KeptRows:
+    """Rows of a cluster whose readers find a kept copy over an axis."""
+
+    def __init__(self, cluster: Cluster, root: Root):
+        self._whole = next(row for row in cluster.rows if row.rest == R and all(p.is_replicate for p in row.outs))
+        self._root = root
+        self._at = next((m for m, op in enumerate(cluster.ops) if op.outs[0] == root.value), None)
+        self._built: dict[int, ClusterRow] = {}
+
+    def made(self, candidate: Candidate) -> Placements:
+        """Where the cluster makes the value that is kept."""
+        if self._at is None:
+            assert candidate.rest is not None
+            return candidate.rest
+        return tuple(row.members[self._at].outs[0] or R for row in candidate.rows)
+
+    def kept(self, candidate: Candidate, axes: Sequence[int], path: tuple[Placements, ...]) -> Candidate:
+        rows = tuple(self._row(row) if a in axes else row for a, row in enumerate(candidate.rows))
+        return replace(Candidate.of(rows), kept=path)
+
+    def _row(self, row: ClusterRow) -> ClusterRow:
+        if id(row) not in self._built:
+            pairs = enumerate(zip(row.members, self._whole.members, strict=True))
+            members = tuple(rest if m in self._root.above else whole for m, (rest, whole) in pairs)
+            self._built[id(row)] = replace(row, outs=self._whole.outs, members=members)
+        return self._built[id(row)]
+
+
+def _fastest(
+    value: Value, made: Placements, axes: Sequence[int], costs: StepCosts
+) -> tuple[float, tuple[Placements, ...]] | None:
+    """Seconds and path of the fastest order of gathers over ``axes``; None where each is blocked."""
+    found = []
+    for order in itertools.permutations(reversed(axes)):
+        path, seconds = [made], 0.0
+        for axis in order:
+            if not legal_step(path[-1], axis, R):
+                break
+            seconds += costs.step_s(value, path[-1], axis, R)[2]
+            path.append((*path[-1][:axis], R, *path[-1][axis + 1 :]))
+        else:
+            found.append((seconds, tuple(path)))
+    return min(found, key=lambda f: f[0], default=None)
+
+
+def kept_bytes(
+    members: Sequence[Cluster], candidates: Sequence[Candidate], sizes: tuple[int, ...], times: Callable[[str], int]
+) -> dict[str, np.ndarray]:
+    """Bytes by candidate of the copies that clusters of one class keep, as the category ``"kept"``; nothing where none does."""
+    if not any(c.kept for c in candidates):
+        return {}
+    total = np.zeros(len(candidates))
+    for member in members:
+        root = root_of(member)
+        assert root is not None and member.source is not None
+        each = [piece_bytes(root.value, c.kept[-1], sizes) if c.kept else 0 for c in candidates]
+        total += times(member.source.value.name) * np.array(each, dtype=float)
+    return {"kept": total}
+
+
+def gathers_of(cluster: Cluster, candidate: Candidate, costs: StepCosts) -> list[tuple[str, int, int, float]]:
+    """Kind, axis, bytes and seconds of the collectives that gather a candidate's kept copy."""
+    root = root_of(cluster)
+    if root is None or candidate.kept is None:
+        return []
+    found = []
+    for src, dst in itertools.pairwise(candidate.kept):
+        axis = step_axis(src, dst)
+        kind, size, seconds = costs.step_s(root.value, src, axis, dst[axis])
+        found.append((kind, axis, size, seconds))
+    return found
