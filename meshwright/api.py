@@ -59,7 +59,8 @@ def plan(
         mesh_or_cluster: torch's ``DeviceMesh``, a :class:`MeshShape`, a :class:`Cluster`, or text as ``"8x8xH100"``.
         example_inputs: a tuple (positional), a dict (keywords), one tensor, or a callable giving either; real, fake or meta
             tensors with the shapes of the *global* batch.
-        strategy: ``"auto"``, or ``"ddp"``, ``"zero3"`` (``"fsdp"``), ``"tp"``: the same search with less choice;
+        strategy: ``"auto"``, or ``"ddp"``, ``"zero1"``, ``"zero2"``, ``"zero3"`` (``"fsdp"``), ``"hsdp"``, ``"tp"``, ``"zero1+tp"``: the
+            same search with less choice;
             ``"pipeline"`` or ``"model_parallel"`` (one micro-batch): in stages over all devices, unless ``degrees`` says how many.
         memory_limit: bytes per device, or text as ``"60GiB"``. Default: the device's memory less a reserve that the plan names.
         recompute: how much the backward computes again, to keep fewer activations: ``"none"`` (cheap ops alone), ``"selective"``

@@ -34,7 +34,7 @@ def plan(
     cluster: Annotated[str, typer.Option(help="NODESxDEVICESxKIND, for example 8x8xH100.")],
     batch: Annotated[int, typer.Option(min=1, help="Global batch size.")],
     seq: Annotated[int, typer.Option(min=1, help="Sequence length.")] = 2048,
-    strategy: Annotated[str, typer.Option(help="auto, ddp, zero3 (fsdp) or tp.")] = "auto",
+    strategy: Annotated[str, typer.Option(help="auto, ddp, zero1, zero2, zero3 (fsdp), hsdp, tp or zero1+tp.")] = "auto",
     memory: Annotated[str | None, typer.Option(help="Limit per device, for example 60GiB.")] = None,
     recompute: Annotated[str | None, typer.Option(help="none, selective or full; or leave it to the search.")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16-mixed, or leave the model's own.")] = None,

@@ -79,7 +79,8 @@ def split(gm: fx.GraphModule, graph: OpGraph, *, training: bool) -> Halves:
     again = [r for r in forward_inputs if r in set(roots)]
     computed = [n for n in gm.graph.nodes if n.op == "call_function" and n.meta["phase"] == "forward"]
     forward = _build(gm, forward_inputs, computed, [*early, *kept, *saved])
-    again = _build(gm, [*forward_inputs, *kept], _without(computed, kept, [*early, *saved]), [*early, *saved]) if kept else None
+    results_again, rest = [*early, *saved], _without(computed, kept, [*early, *saved])
+    second = _build(gm, [*forward_inputs, *kept], rest, results_again) if kept else None
     backward = _build(gm, [*saved, *again, *tangents], body, [g for g, _ in late]) if training else None
     mutations = graph.outputs_of("mutation")
     return Halves(
@@ -92,7 +93,7 @@ def split(gm: fx.GraphModule, graph: OpGraph, *, training: bool) -> Halves:
         saved_inputs=_values(again),
         tangents=_values(tangents),
         gradients=tuple(name for _, name in late),
-        again=again,
+        again=second,
         kept=tuple(_saved_name(n) for n in kept),
     )
 

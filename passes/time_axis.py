@@ -18,7 +18,7 @@ from meshwright.planner.ir.errors import VerifyError
 from meshwright.planner.ir.graph import GraphOutput, OpGraph
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.pipeline import Pipeline
-from meshwright.planner.ir.plan import OpSpec, Plan, Redistribution
+from meshwright.planner.ir.plan import KEPT, OpSpec, Plan, Redistribution
 from meshwright.planner.ir.redistribute import legal_step, step_axis, step_kind
 from meshwright.planner.ir.spec import Placement, Placements, R
 from meshwright.planner.ir.verify import made_placements, needs, path_of
@@ -46,6 +46,7 @@ def with_time_axis(plan: Plan, graph: OpGraph) -> Plan:
         redistributions=(),
         collectives=(),
         pipeline=None,
+        kept={name: (R, *p) for name, p in plan.kept.items()},
     )
     made = made_placements(full, graph)
     outputs = tuple(
@@ -75,7 +76,10 @@ def _final(result: GraphOutput, made: Placements, planned: Placements) -> Placem
 
 def _paths(plan: Plan, full: Plan, graph: OpGraph) -> tuple[Redistribution, ...]:
     """The plan's paths with the change over time before or behind them."""
-    made, found = made_placements(full, graph), {}
+    made, found = made_placements(full, graph), dict[tuple[str, str, Placements], Redistribution]()
+    for r in plan.redistributions if plan.kept else ():
+        if r.phase == KEPT:
+            found[r.value, KEPT, r.path[-1]] = replace(r, path=tuple((R, *p) for p in r.path))
     for value, phase, wanted, _ in needs(full, graph):
         src = made[value.name]
         if src[1:] == wanted[1:]:

@@ -71,12 +71,12 @@ def expanded(plan: Plan, planned: OpGraph, whole: OpGraph, repeats: tuple[Repeat
     moved: list[Redistribution] = []
     values = [i.value for i in whole.inputs] + [v for op in whole.ops for v in op.outs if v is not None]
 
-    def planned(value: str) -> str:
+    def name_of(value: str) -> str:
         node, hash_, slot = value.partition("#")
         return names[node] + hash_ + slot
 
     for value in values:
-        moved += [replace(r, value=value.name) for r in paths.get(planned(value.name), ())]
+        moved += [replace(r, value=value.name) for r in paths.get(name_of(value.name), ())]
     return replace(
         plan,
         graph_hash=whole.hash,
@@ -84,6 +84,6 @@ def expanded(plan: Plan, planned: OpGraph, whole: OpGraph, repeats: tuple[Repeat
         ops={op.name: plan.ops[names[op.name]] for op in whole.ops},
         outputs=tuple(ends[o.role, _planned_fqn(o.name, repeats)] for o in whole.outputs),
         redistributions=tuple(moved),
-        kept={v.name: plan.kept[name] for v in values if (name := planned(v.name)) in plan.kept},
+        kept={v.name: plan.kept[name] for v in values if (name := name_of(v.name)) in plan.kept},
         kernel_s={op.name: plan.kernel_s[names[op.name]] for op in whole.ops if names[op.name] in plan.kernel_s},
     )

@@ -171,7 +171,12 @@ def rows_of(known: Sequence[Found], num_clusters: int) -> list[frozenset[Edges]]
     rows: list[set[Edges]] = [set() for _ in range(num_clusters)]
     for found in known:
         for i, g in enumerate(found.tables.class_of):
-            rows[i].update(map(edges, found.tables.candidates[g][found.solution.chosen[g]].rows))
+            candidate = found.tables.candidates[g][found.solution.chosen[g]]
+            taken = candidate.rows
+            if candidate.kept is not None:
+                rests = {row.rest for row in taken}
+                taken = tuple(row for row in found.tables.clusters.clusters[i].rows if row.rest in rests)
+            rows[i].update(map(edges, taken))
     return [frozenset(r) for r in rows]
 
 

@@ -301,8 +301,8 @@ class _Search:
 
 
 def _others(name: str) -> list[str]:
-    """The other named strategies."""
-    return [other for other in dict.fromkeys(s.name for s in STRATEGIES.values()) if other not in ("auto", name)]
+    """The other named strategies that are compared."""
+    return [other for other in dict.fromkeys(s.name for s in STRATEGIES.values() if s.compared) if other not in ("auto", name)]
 
 
 def _not_worse(best: Found, others: Sequence[Found]) -> Found:

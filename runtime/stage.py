@@ -10,7 +10,7 @@ import torch
 from meshwright.passes.lower_stages import StageProgram
 from meshwright.passes.weights_apart import split_backward
 from meshwright.planner.ir.graph import Capture
-from meshwright.runtime.compile import compile_module, compile_program
+from meshwright.runtime.compile import compile_module, compile_program, compiled_later
 from meshwright.runtime.device import use_device_kernels
 from meshwright.runtime.inplace import reduce_in_place
 
@@ -27,12 +27,14 @@ class BoundStage:
         backward: as ``program.local.backward``; where the schedule splits it, the first half: gradients to send, then what
             ``later`` takes.
         later: the second half, or None.
+        again: as ``program.local.again``.
     """
 
     program: StageProgram
     forward: Runner
     backward: Runner | None
     later: Runner | None
+    again: Runner | None
 
 
 def bind_stage(program: StageProgram, capture: Capture, device: torch.device, *, splits: bool, compile: bool) -> BoundStage:
@@ -48,16 +50,18 @@ def bind_stage(program: StageProgram, capture: Capture, device: torch.device, *,
     local = use_device_kernels(program.local, device)
     if not compile:
         local = reduce_in_place(local)
+    again = None if local.again is None else compiled_later(local.again, capture) if compile else local.again.forward
     if local.backward is None or not splits:
         if compile:
             forward, backward = compile_program(local, capture)
-            return BoundStage(program, forward, backward, None)
-        return BoundStage(program, local.forward.forward, None if local.backward is None else local.backward.forward, None)
+            return BoundStage(program, forward, backward, None, again)
+        backward = None if local.backward is None else local.backward.forward
+        return BoundStage(program, local.forward.forward, backward, None, again)
     count = len(local.gradients)
     halves = split_backward(local.backward, range(count - len(program.upstream), count))
     graphs = (local.forward, halves.first, halves.later)
     made = [compile_module(g, capture) if compile else g.forward for g in graphs]
-    return BoundStage(program, made[0], made[1], made[2])
+    return BoundStage(program, made[0], made[1], made[2], again)
 
 
 class StageRun:
@@ -78,6 +82,7 @@ class StageRun:
         self._given: Sequence[Mapping[str, torch.Tensor]] = ()
         self._tangents: Mapping[str, torch.Tensor] = {}
         self._kept: dict[int, list[torch.Tensor]] = {}
+        self._copies: list[torch.Tensor] | None = None
         self._later: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def begin(self, given: Sequence[Mapping[str, torch.Tensor]], tangents: Mapping[str, torch.Tensor]) -> None:
@@ -92,7 +97,7 @@ class StageRun:
 
     def forget(self) -> None:
         """Drop everything of a step."""
-        self.sums, self.mutations, self._own = {}, {}, set()
+        self.sums, self.mutations, self._own, self._copies = {}, {}, set(), None
         self._kept.clear()
         self._later.clear()
 
@@ -115,7 +120,7 @@ class StageRun:
         local = bound.program.local
         given = {**self._given[i], **{s.name: t for s, t in zip(bound.program.receives, received, strict=True)}}
         with torch.no_grad():
-            made = list(bound.forward(*[given[name] for name in local.inputs]))
+            made = self._run(bound, [given[name] for name in local.inputs])
         self.mutations.update(zip(local.mutations, made, strict=False))
         at = len(local.mutations)
         for name in bound.program.outputs:
@@ -125,6 +130,17 @@ class StageRun:
         if keep and local.backward is not None:
             self._kept[i] = [*made[len(made) - len(local.saved) :], *(given[name] for name in local.saved_inputs)]
         return tuple(t.contiguous() for t in sends)
+
+    def _run(self, bound: BoundStage, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The forward's results; parameters that are kept gathered for the step are gathered by its first micro-batch."""
+        if bound.again is not None and self._copies is not None:
+            return list(bound.again(*inputs, *self._copies))
+        local, made = bound.program.local, list(bound.forward(*inputs))
+        end = len(made) - len(local.saved)
+        start = end - len(local.kept)
+        if local.kept:
+            self._copies = made[start:end]
+        return made[:start] + made[end:]
 
     def backward(self, i: int, given: Sequence[torch.Tensor], *, whole: bool) -> tuple[torch.Tensor, ...]:
         """Micro-batch ``i`` back; what the stage before gets. Unless ``whole``, :meth:`weights` must follow."""

@@ -22,7 +22,7 @@ def test_a_plan_says_what_it_is_for():
     assert plan.memory_limit_bytes == 10 * 1024**3 and plan.training and plan.predicted.step_time_s > 0
     assert {i.name for i in plan.input_info.values() if i.role == "input"} == {"x", "target"}
     assert {"trace_s", "recompute_s"} <= plan.solver.keys()
-    assert {a.strategy for a in plan.alternatives} == {"ddp", "tp"}
+    assert {a.strategy for a in plan.alternatives} == {"ddp", "zero1", "tp"}
     assert mw.Plan.from_json(plan.to_json()) == plan
 
 
@@ -59,7 +59,11 @@ def test_a_pin_is_kept():
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"strategy": "magic"}, mw.InputError, "strategy='magic' is not known; known are 'auto', 'ddp', 'zero3', 'fsdp', 'tp'"),
+        (
+            {"strategy": "magic"},
+            mw.InputError,
+            "strategy='magic' is not known; known are 'auto', 'ddp', 'zero1', 'zero2', 'zero3', 'fsdp', 'hsdp', 'tp', 'zero1+tp'",
+        ),
         ({"precision": "fp8"}, mw.InputError, "precision='fp8' is not known; known are None, 'bf16-mixed'"),
         ({"on_missing_rule": "ignore"}, mw.InputError, "on_missing_rule='ignore' is not known"),
         ({"optimizer": "magic"}, mw.InputError, "optimizer 'magic' is unknown"),

@@ -270,7 +270,7 @@ def test_a_prime_number_of_devices_is_planned(cluster: str):
 
 def test_dims_that_nothing_divides_are_replicated():
     plan = mw.plan(Odd(), "2x4xH100", ODD, on_missing_rule="error")
-    assert {a.strategy: a.fits for a in plan.alternatives} == {"ddp": False, "zero3": False, "tp": True}
+    assert {a.strategy: a.fits for a in plan.alternatives} == {"ddp": False, "zero1": False, "zero3": False, "tp": True}
     assert "3 samples (shape [3, 7]), which 8 does not divide" in plan.alternatives[0].reason
 
 

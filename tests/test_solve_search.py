@@ -116,7 +116,9 @@ def test_tp_never_gathers_a_parameter_and_shards_every_matrix(stack: Capture):
 
 
 def test_an_unknown_strategy_is_named_with_the_known_ones(stack: Capture):
-    with pytest.raises(InputError, match=r"strategy 'ddq' is unknown: use one of auto, ddp, zero3, fsdp, tp"):
+    with pytest.raises(
+        InputError, match=r"strategy 'ddq' is unknown: use one of auto, ddp, zero1, zero2, zero3, fsdp, hsdp, tp, zero1\+tp"
+    ):
         planned(stack, 2, strategy="ddq")
 
 
@@ -132,7 +134,7 @@ def test_a_batch_that_does_not_divide_is_refused_by_name(strategy: str):
 @pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)])
 def test_auto_is_never_slower_than_a_named_strategy(gpt2: Capture, sizes: tuple[int, ...]):
     plan = planned(gpt2, *sizes, alternatives=True)
-    assert {a.strategy for a in plan.alternatives} == {s.name for s in STRATEGIES.values()} - {"auto"}
+    assert {a.strategy for a in plan.alternatives} == {s.name for s in STRATEGIES.values() if s.compared} - {"auto"}
     for other in plan.alternatives:
         assert other.fits and other.step_time_s is not None
         assert plan.predicted.step_time_s <= other.step_time_s

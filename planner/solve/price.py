@@ -82,7 +82,7 @@ def memory_of(problem: Problem, chosen: Sequence[int]) -> dict[str, int]:
         total[peak.category] = total.get(peak.category, 0.0) + peak.weight * max(0.0, largest)
     for category, fixed in problem.fixed_bytes.items():
         total[category] = total.get(category, 0.0) + fixed
-    return {category: round(b) for category, b in total.items()}
+    return {category: round(b) for category, b in total.items() if b or category != "kept"}
 
 
 def objective_s(problem: Problem, outcome: Outcome, chosen: Sequence[int]) -> float:

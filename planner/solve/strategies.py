@@ -8,9 +8,11 @@ run replicated: what a strategy cannot do to a parameter it leaves replicated, a
 name     batch                            parameters at rest                               parameters in use
 ======== ================================ ================================================ =======================
 ddp      sharded over all axes            replicated                                       whole
-zero1    sharded over all axes            sharded over as many devices as possible         gathered once per step and kept
+zero1, 2 sharded over all axes            sharded over as many devices as possible         gathered once per step and kept
 zero3    sharded over all axes            sharded over as many devices as possible         gathered whole, in each phase
+hsdp     sharded over all axes            last axis: as zero3; others: replicated          gathered whole, in each phase
 tp       last axis: whole; others: as ddp last axis: sharded wherever the ops can use it   never gathered
+zero1+tp last axis: whole; others: zero1  last axis: as tp; others: as zero1               kept whole over the others
 ======== ================================ ================================================ =======================
 """
 
@@ -63,8 +65,9 @@ class Strategy:
         title: one line for people.
         data: the rule of data axes.
         model: the rule of the model axis (the one named ``tp``, or the last with more than one device); None if all axes are
-            data axes.
+            data axes. Where it shards the batch it is a data axis too, and always the last: the one inside a node.
         aliases: other names.
+        compared: whether it is solved beside every plan for comparison.
     """
 
     name: str
@@ -72,18 +75,23 @@ class Strategy:
     data: AxisRule = AxisRule()
     model: AxisRule | None = None
     aliases: tuple[str, ...] = ()
+    compared: bool = True
 
     def rules(self, mesh: MeshShape) -> tuple[AxisRule, ...]:
         """The rule of every axis of ``mesh``; an axis named for tensor parallelism is the model axis, if there is one."""
         active = [a for a, n in enumerate(mesh.sizes) if n > 1]
         rules = [self.data] * mesh.num_axes
         if self.model is not None and active:
-            named = [a for a in active if AXIS_NAMES.get(mesh.names[a]) is _MODEL_AXIS]
+            is_model = self.model.batch != "sharded"
+            named = [a for a in active if is_model and AXIS_NAMES.get(mesh.names[a]) is _MODEL_AXIS]
             rules[(named or active)[-1]] = self.model
         return tuple(rules)
 
 
 _REPLICAS = AxisRule(batch="sharded", rest="whole", use="whole", compute="follows batch")
+_SHARDED = AxisRule(batch="sharded", rest="sharded", use="whole", compute="follows batch", keep="never")
+_KEPT = AxisRule(batch="sharded", rest="sharded", use="whole", compute="follows batch", keep="kept")
+_IN_PLACE = AxisRule("whole", "preferred", "in place", keep="never")
 
 # By name and by alias.
 STRATEGIES: Mapping[str, Strategy] = {
@@ -93,21 +101,29 @@ STRATEGIES: Mapping[str, Strategy] = {
         Strategy("ddp", "replicated parameters, sharded batch", _REPLICAS),
         Strategy(
             "zero1",
-            "optimizer state sharded, parameters gathered once per step, gradients summed whole",
-            AxisRule(batch="sharded", rest="sharded", use="whole", compute="follows batch", keep="kept"),
+            "optimizer state sharded, parameters gathered once per step, gradients added up whole and scattered once",
+            _KEPT,
+        ),
+        Strategy(
+            "zero2",
+            "as zero1, but gradients are scattered for every micro-batch and added up in pieces",
+            _KEPT,
+            compared=False,
         ),
         Strategy(
             "zero3",
             "parameters, gradients and optimizer state sharded, gathered for use",
-            AxisRule(batch="sharded", rest="sharded", use="whole", compute="follows batch", keep="never"),
+            _SHARDED,
             aliases=("fsdp",),
         ),
+        Strategy("hsdp", "as zero3 inside a node, replicated across nodes", _REPLICAS, _SHARDED, compared=False),
         Strategy(
             "tp",
             "parameters sharded along the ops' own dims",
             _REPLICAS,
-            AxisRule("whole", "preferred", "in place", keep="never"),
+            _IN_PLACE,
         ),
+        Strategy("zero1+tp", "zero1 over the batch, tensor parallelism inside", _KEPT, _IN_PLACE, compared=False),
     )
     for name in (s.name, *s.aliases)
 }
