@@ -44,7 +44,9 @@ def halves(
 def _own(problem: Problem, g: int, byte_s: float) -> np.ndarray:
     """Compute and the worth of memory of a choice in seconds, shape [candidates]."""
     choice = problem.choices[g]
-    return choice.count * choice.compute_s + byte_s * sum(choice.memory_bytes.values(), np.zeros(choice.num_candidates))
+    gather_s = np.zeros(choice.num_candidates) if choice.gather_s is None else choice.gather_s
+    static = sum(choice.memory_bytes.values(), np.zeros(choice.num_candidates))
+    return choice.count * (choice.compute_s + gather_s) + byte_s * static
 
 
 def _difference_by_choice(problem: Problem, cache: NetworkCache, a: Sequence[int], b: Sequence[int]) -> np.ndarray:
