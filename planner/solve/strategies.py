@@ -101,12 +101,12 @@ STRATEGIES: Mapping[str, Strategy] = {
         Strategy("ddp", "replicated parameters, sharded batch", _REPLICAS),
         Strategy(
             "zero1",
-            "optimizer state sharded, parameters gathered once per step, gradients added up whole and scattered once",
+            "optimizer state and gradients sharded, parameters gathered once per step",
             _KEPT,
         ),
         Strategy(
             "zero2",
-            "as zero1, but gradients are scattered for every micro-batch and added up in pieces",
+            "the same plan as zero1: gradients are scattered as they are made, and added up in pieces",
             _KEPT,
             compared=False,
         ),
