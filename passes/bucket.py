@@ -176,7 +176,8 @@ def _merge(gm: fx.GraphModule, bucket: _Bucket, name: str) -> fx.Node:
             with graph.inserting_before(wait):
                 part = emit(operator.getitem, parts, i)
                 whole = emit(aten.reshape.default, part, list(wait.meta["val"].shape))
-            whole.meta.update({**wait.meta, "val": whole.meta["val"], "step": step})
+            kept = {k: whole.meta[k] for k in ("val", "alias")}
+            whole.meta.update({**wait.meta, **kept, "step": step})
             wait.replace_all_uses_with(whole)
             graph.erase_node(wait)
             graph.erase_node(member)

@@ -179,10 +179,15 @@ def _small(graph: fx.Graph, gradients: list[tuple[fx.Node, str]]) -> list[tuple[
 
     Their sizes are those of the largest pieces, so that all ranks decide alike.
     """
-    root = {g: _views_to_root(g)[-1] for g, _ in gradients if "step" in g.meta}
+    root, size = dict[fx.Node, fx.Node](), dict[fx.Node, int]()
+    for g, _ in gradients:
+        chain = _views_to_root(g)
+        reduced = next((n for n in chain if "step" in n.meta), None)
+        if reduced is not None:
+            root[g], size[g] = chain[-1], reduced.meta["step"].result_bytes
     used: Counter[fx.Node] = Counter()
     for g in root:
-        used[root[g]] += g.meta["step"].result_bytes
+        used[root[g]] += size[g]
     copies: dict[fx.Node, fx.Node] = {}
     for g, whole in root.items():
         if g is not whole and is_collective(whole) and 2 * used[whole] <= _bytes(whole):
