@@ -44,7 +44,7 @@ def test_five_steps_of_adamw_equal_one_process(strategy):
 
 
 def test_a_plan_forced_by_memory_equals_one_process():
-    assert_equal_to_one_process(("llama", "t5"), (2, 2), ("auto in half the memory",), adam=False)
+    assert_equal_to_one_process(("llama", "t5"), (2, 2), ("auto in less memory",), adam=False)
 
 
 def test_a_plan_for_the_machine_at_hand_equals_one_process():
