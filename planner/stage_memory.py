@@ -8,6 +8,7 @@ from meshwright.planner.ir.graph import GraphInput, OpGraph
 from meshwright.planner.ir.pipeline import stage_of_op
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.spec import local_numel
+from meshwright.planner.ir.verify import parameter_behind, value_named
 from meshwright.planner.solve.memory import optimizer_bytes
 
 
@@ -21,6 +22,7 @@ def fullest_rank(plan: Plan, graph: OpGraph, in_flight_bytes: Sequence[float]) -
     """
     assert plan.pipeline is not None
     held = _parameters(plan, graph)
+    kept = _kept_bytes(plan, graph)
     state = optimizer_bytes(int(plan.optimizer) if plan.optimizer.isdigit() else plan.optimizer)
     found = []
     for rank in range(plan.pipeline.degree):
@@ -31,9 +33,20 @@ def fullest_rank(plan: Plan, graph: OpGraph, in_flight_bytes: Sequence[float]) -
                 "gradients": sum(size for _, size, trained in sizes if trained),
                 "optimizer": sum(n * state for n, _, trained in sizes if trained),
                 "activations": int(in_flight_bytes[rank]),
+                **({"kept": sum(kept.get(i.value.name, 0) for i, _ in held[rank].values())} if kept else {}),
             }
         )
     return max(found, key=lambda m: sum(m.values()))
+
+
+def _kept_bytes(plan: Plan, graph: OpGraph) -> dict[str, int]:
+    """Value name of a parameter to the bytes of its copies that live the whole step."""
+    found: dict[str, int] = {}
+    for name, placements in plan.kept.items():
+        value, parameter = value_named(graph, name), parameter_behind(graph, name)
+        size = local_numel(value.shape, placements, plan.mesh.sizes) * value.dtype.itemsize
+        found[parameter] = found.get(parameter, 0) + size
+    return found
 
 
 def _parameters(plan: Plan, graph: OpGraph) -> list[dict[str, tuple[GraphInput, int]]]:

@@ -126,7 +126,7 @@ def _kept_steps(plan: Plan, graph: OpGraph) -> Iterator[PlannedStep]:
     """The steps that make the copies that are kept, each once however often it is read or computed again."""
     produced = _produced(plan, graph) if plan.kept else {}
     for name, final in plan.kept.items():
-        value = _value_named(graph, name)
+        value = value_named(graph, name)
         for src, dst in itertools.pairwise(path_of(plan, value, KEPT, produced[name], final)):
             axis = step_axis(src, dst)
             kind = step_kind(src[axis], dst[axis])
@@ -134,7 +134,7 @@ def _kept_steps(plan: Plan, graph: OpGraph) -> Iterator[PlannedStep]:
                 yield PlannedStep(value, "forward", src, dst, axis, kind, kept=True)
 
 
-def _value_named(graph: OpGraph, name: str) -> Value:
+def value_named(graph: OpGraph, name: str) -> Value:
     maker = graph.producer[name]
     if isinstance(maker, GraphInput):
         return maker.value
@@ -261,7 +261,7 @@ def _verify_kept(plan: Plan, graph: OpGraph) -> None:
     for name, placements in plan.kept.items():
         if name not in graph.producer:
             raise VerifyError(f"the plan keeps {name}, which the program does not have")
-        value, maker = _value_named(graph, name), graph.producer[name]
+        value, maker = value_named(graph, name), graph.producer[name]
         while isinstance(maker, Op):
             if len(set(maker.ins)) != 1 or len(maker.outs) != 1 or maker.phase != "forward":
                 raise VerifyError(
@@ -279,7 +279,7 @@ def _verify_kept(plan: Plan, graph: OpGraph) -> None:
 
 def _verify_paths(plan: Plan, graph: OpGraph) -> None:
     made, produced = made_placements(plan, graph), _produced(plan, graph)
-    kept = ((_value_named(graph, name), KEPT, final, f"kept {name}") for name, final in plan.kept.items())
+    kept = ((value_named(graph, name), KEPT, final, f"kept {name}") for name, final in plan.kept.items())
     for value, phase, wanted, who in itertools.chain(kept, needs(plan, graph)):
         src = (produced if phase == KEPT else made)[value.name]
         text = made[value.name], f"{format_placements(made[value.name])} -> {format_placements(wanted)}"

@@ -1,0 +1,34 @@
+"""What a pipeline rank holds, by category."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import meshwright as mw
+
+LAYERS, WIDTH = 6, 64
+
+
+class Stack(nn.Module):
+    """Layers that are all alike, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().mean()
+
+
+def test_copies_that_are_kept_for_the_step_count_on_the_rank_of_their_stage() -> None:
+    x = torch.empty(32, WIDTH, device="meta")
+    keywords = {"degrees": {"pp": 2}, "micro_batches": 4, "alternatives": False}
+    plans = {s: mw.plan(Stack, "1x4xH100", x, strategy=s, **keywords) for s in ("zero1", "ddp")}
+    whole = LAYERS * WIDTH * WIDTH * 4
+    assert len(plans["zero1"].kept) == LAYERS and not plans["ddp"].kept
+    memory = plans["zero1"].predicted.memory_bytes
+    assert whole / 2 <= memory["kept"] < whole and memory["kept"] == 2 * memory["parameters"]
+    assert "kept" not in plans["ddp"].predicted.memory_bytes
