@@ -91,6 +91,7 @@ def _child(
     try:
         limit = datetime.timedelta(seconds=timeout)
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n, timeout=limit)
+        dist.barrier()  # a rank that is done at once must not be gone while another still connects to it
         message = (True, fn(rank, *args))
         payload = pickle.dumps(message)
     except BaseException:
