@@ -19,7 +19,6 @@ app = typer.Typer(
     help="Plan and run PyTorch models across device meshes.",
 )
 _debug = False
-_PIPE_WIDTH = 120
 
 
 @app.callback()
@@ -81,9 +80,9 @@ def plan(
         typer.echo(made.to_json())
         return
     from meshwright.report import print_report
+    from meshwright.report.tables import screen
 
-    terminal = Console(highlight=False)
-    print_report(made, terminal if terminal.is_terminal else Console(highlight=False, width=_PIPE_WIDTH))
+    print_report(made, screen())
 
 
 @app.command()
@@ -122,9 +121,9 @@ def memory(
         typer.echo(dumps(found.to_json_dict(), indent=1))
         return
     from meshwright.report.memory import print_memory
+    from meshwright.report.tables import screen
 
-    terminal = Console(highlight=False)
-    print_memory(found, terminal if terminal.is_terminal else Console(highlight=False, width=_PIPE_WIDTH))
+    print_memory(found, screen())
 
 
 @app.command()
@@ -162,9 +161,9 @@ def advise(
         typer.echo(dumps(found.to_json_dict(), indent=1))
         return
     from meshwright.report.advice import print_advice
+    from meshwright.report.tables import screen
 
-    terminal = Console(highlight=False)
-    print_advice(found, terminal if terminal.is_terminal else Console(highlight=False, width=_PIPE_WIDTH))
+    print_advice(found, screen())
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import shutil
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from meshwright.report.tables import make_table
+from meshwright.report.tables import as_text, make_table
 from meshwright.report.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -18,11 +16,7 @@ if TYPE_CHECKING:
 
 def report(found: Memory, *, width: int | None = None) -> str:
     """Plain text, ``width`` columns wide (default: the terminal's, or 120 where there is none)."""
-    columns = width or shutil.get_terminal_size((120, 24)).columns
-    out = io.StringIO()
-    console = Console(file=out, width=columns, color_system=None, force_terminal=False, highlight=False, legacy_windows=False)
-    print_memory(found, console)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+    return as_text(print_memory, found, width)
 
 
 def print_memory(found: Memory, console: Console) -> None:

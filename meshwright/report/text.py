@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import math
-import shutil
 from collections.abc import Callable, Iterable
 
 from rich.console import Console, Group, RenderableType
@@ -16,7 +14,7 @@ from meshwright.planner.ir.spec import format_placements, max_local_shape
 from meshwright.report.fold import fold
 from meshwright.report.meshes import meshes
 from meshwright.report.stages import stages
-from meshwright.report.tables import make_table
+from meshwright.report.tables import as_text, make_table
 from meshwright.report.units import format_bytes, format_count, format_seconds
 
 MAIN_OPS = {
@@ -36,11 +34,7 @@ _ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2
 
 def report(plan: Plan, *, width: int | None = None) -> str:
     """The plan as plain text, ``width`` columns wide (default: the terminal's, or 120 where there is none)."""
-    columns = width or shutil.get_terminal_size((120, 24)).columns
-    out = io.StringIO()
-    console = Console(file=out, width=columns, color_system=None, force_terminal=False, highlight=False, legacy_windows=False)
-    print_report(plan, console)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+    return as_text(print_report, plan, width)
 
 
 def print_report(plan: Plan, console: Console) -> None:
