@@ -85,14 +85,14 @@ class _Walk:
 
     def run(self, graph: fx.Graph) -> None:
         body = [n for n in graph.nodes if n.op == "call_function"]
-        last = set({n.meta["op"]: n for n in body if "op" in n.meta}.values())
+        kernels = self.clock.kernels(body)
         for node in body:
             if is_wait(node):
                 self._add(node, "wait", self.arrives_s[node.all_input_nodes[0].name] - self.now_s)
             elif is_collective(node):
                 self._collective(node)
-            elif node in last:
-                self._add(node, "compute", self.clock.kernel_s(node))
+            else:
+                self._add(node, "compute", kernels.get(node, 0.0))
 
     def _add(self, node: fx.Node, what: str, seconds: float) -> None:
         if seconds > 0:

@@ -27,9 +27,10 @@ import torch
 from torch import fx
 
 from meshwright.passes.emit import Emitter
-from meshwright.passes.overlap import BIG, is_wait
+from meshwright.passes.overlap import is_wait
 from meshwright.passes.redistribute import Step
 from meshwright.passes.split import is_collective
+from meshwright.planner.ir.heavy import HEAVY
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -70,12 +71,12 @@ class BucketCollectives:
         open_: dict[tuple[Any, ...], _Bucket] = {}
         big = 0
         for node in graph.nodes:
-            big += str(node.target) in BIG
+            big += str(node.target) in HEAVY
             if is_wait(node):
                 for key in [k for k, b in open_.items() if not b.rests and node.all_input_nodes[0] in b.members]:
                     yield open_.pop(key)
             elif is_collective(node) and node.meta["step"].kind in SHARED:
-                key, size = (*_key(node), _rests(node)), _bytes(node.meta["step"])
+                key, size = (*_key(node), _rests(node)), node.meta["step"].moved_bytes
                 bucket = open_.get(key)
                 if bucket is not None and (bucket.bytes + size > self.limit(bucket) or self.is_late(bucket, node, big)):
                     yield open_.pop(key)
@@ -118,10 +119,6 @@ def _key(node: fx.Node) -> tuple[Any, ...]:
     return node.meta["phase"], step.kind, step.axis, node.meta["val"].dtype, step.reduce_op, node.meta.get("keeps", False)
 
 
-def _bytes(step: Step) -> int:
-    return max(step.result_bytes, step.buffer_numel * step.dtype.itemsize)
-
-
 def _prepared(node: fx.Node) -> list[fx.Node] | None:
     """What must run before a gather of what lies at rest, in order; None where it reads what the phase computes."""
     found: set[fx.Node] = set()
@@ -132,7 +129,7 @@ def _prepared(node: fx.Node) -> list[fx.Node] | None:
             continue
         if operand.op == "placeholder" and operand.meta["role"] != "tangent":
             continue
-        if operand.op == "placeholder" or is_collective(operand) or str(operand.target) in BIG:
+        if operand.op == "placeholder" or is_collective(operand) or str(operand.target) in HEAVY:
             return None
         found.add(operand)
         pending += operand.all_input_nodes

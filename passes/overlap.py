@@ -28,9 +28,6 @@ from torch import fx
 from meshwright.passes.split import is_collective
 from meshwright.planner.ir.heavy import HEAVY
 
-BIG = HEAVY
-"""Ops long enough to hide a collective behind."""
-
 
 @dataclass(frozen=True)
 class OverlapCollectives:
@@ -86,7 +83,7 @@ class Moves:
                 after.add(node)
             elif "step" in node.meta and node.meta["step"].kind != "slice":
                 before.add(node)
-            elif not is_collective(node) and str(node.target) not in BIG and all(a in free for a in operands):
+            elif not is_collective(node) and str(node.target) not in HEAVY and all(a in free for a in operands):
                 free.add(node)
         return cls(frozenset(after), frozenset(before), frozenset(free))
 
@@ -109,7 +106,7 @@ class _Order:
     def __init__(self, body: list[fx.Node], options: OverlapCollectives):
         self.body, self.options = body, options
         self.index = {n: i for i, n in enumerate(body)}
-        self.big = [i for i, n in enumerate(body) if str(n.target) in BIG]
+        self.big = [i for i, n in enumerate(body) if str(n.target) in HEAVY]
         moves = Moves.of(body)
         self.after, self.before, self.free = moves.after, moves.before, moves.free
         self.earliest: dict[fx.Node, int] = {}

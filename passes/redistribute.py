@@ -116,6 +116,11 @@ class Step:
         """Bytes of the largest local result: equal on all ranks."""
         return math.prod(max_local_shape(self.shape, self.dst, self.sizes)) * self.dtype.itemsize
 
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of the larger of the largest local input and result."""
+        return max(self.result_bytes, self.buffer_numel * self.dtype.itemsize)
+
     def cut(self, placements: Placements) -> Cut:
         """How the axis cuts, in ``placements`` (``src`` or ``dst``)."""
         axis, p = self.axis, placements[self.axis]

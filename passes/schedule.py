@@ -19,13 +19,15 @@ All ranks place by the same numbers, so the order of collectives is the same on 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import fx
 
-from meshwright.passes.overlap import BIG, Moves, is_wait
+from meshwright.passes.overlap import Moves, is_wait
 from meshwright.passes.redistribute import Step
 from meshwright.passes.split import is_collective
+from meshwright.planner.ir.heavy import HEAVY
 from meshwright.planner.ir.plan import Plan
 
 SLACK = (2.0, 4.0)
@@ -71,10 +73,14 @@ class Clock:
         for (kind, axis, size), (count, seconds) in sums.items():
             self._known.setdefault((kind, axis), []).append((size, seconds / count))
 
-    def kernel_s(self, node: fx.Node) -> float:
-        """Of a kernel; it stands at the last of its ops."""
+    def kernels(self, body: Iterable[fx.Node]) -> dict[fx.Node, float]:
+        """Seconds by node of all kernels; each stands at the last node of its last op."""
+        last = {n.meta["op"]: n for n in body if "op" in n.meta}
+        return {node: self._kernel(node) for node in last.values()}
+
+    def _kernel(self, node: fx.Node) -> float:
         if not self._kernel_s:
-            return float(str(node.target) in BIG)
+            return float(str(node.target) in HEAVY)
         return self._kernel_s.get(node.meta.get("op", ""), 0.0)
 
     def collective_s(self, node: fx.Node) -> float:
@@ -85,7 +91,7 @@ class Clock:
         known = self._known.get((step.kind, step.axis)) if self._kernel_s else None
         if not known:
             return 0.25
-        size = bytes_of(step)
+        size = step.moved_bytes
         nearest, seconds = min(known, key=lambda k: abs(k[0] - size))
         return seconds * size / nearest if nearest else seconds
 
@@ -93,11 +99,6 @@ class Clock:
 def steps_of(node: fx.Node) -> tuple[Step, ...]:
     """The steps that share a collective's buffer."""
     return node.meta.get("steps") or (node.meta["step"],)
-
-
-def bytes_of(step: Step) -> int:
-    """Bytes of the larger of a rank's operand and result."""
-    return max(step.result_bytes, step.buffer_numel * step.dtype.itemsize)
 
 
 @dataclass(eq=False)
@@ -127,8 +128,7 @@ class _Schedule:
     def __init__(self, body: list[fx.Node], clock: Clock):
         self.body, self.moves = body, Moves.of(body)
         self.index = {n: i for i, n in enumerate(body)}
-        last = {n.meta["op"]: n for n in body if "op" in n.meta}
-        self.kernel_s = {n: clock.kernel_s(n) for n in last.values()}
+        self.kernel_s = clock.kernels(body)
         self.order: list[fx.Node] = []
         self.done: set[fx.Node] = set()
         self.now_s = self.free_s = self.ran_s = 0.0
@@ -147,7 +147,7 @@ class _Schedule:
         for node in self.body:
             if not is_collective(node) or is_wait(node):
                 continue
-            flight = _Flight(node, clock.collective_s(node), sum(map(bytes_of, steps_of(node))), due[node])
+            flight = _Flight(node, clock.collective_s(node), sum(s.moved_bytes for s in steps_of(node)), due[node])
             flight.missing = self._needed(node)
             for needed in flight.missing:
                 self.blocks.setdefault(needed, []).append(flight)

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 
 from meshwright.passes import lower
-from meshwright.passes.overlap import BIG, is_wait
+from meshwright.passes.overlap import is_wait
 from meshwright.planner.ir.hardware import Device, Hardware, Link
+from meshwright.planner.ir.heavy import HEAVY
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.remat import save_few
 from meshwright.planner.search import make_plan
@@ -57,7 +58,7 @@ def test_a_gradient_is_reduced_while_the_backward_goes_on() -> None:
     program = save_few(capture(case.model(), kwargs=case.batch(), precision="bf16-mixed"))
     plan = make_plan(program, MeshShape.of(4), hardware(1e9, 1), strategy="ddp", alternatives=False)
     nodes = [n for n in lower(program, plan, (0,), ("g",), bucket_bytes=0).backward.graph.nodes if n.op == "call_function"]
-    last_big = max(i for i, n in enumerate(nodes) if str(n.target) in BIG)
+    last_big = max(i for i, n in enumerate(nodes) if str(n.target) in HEAVY)
     issued = [i for i, n in enumerate(nodes) if "all_reduce" in str(n.target)]
     assert sum(i < last_big for i in issued) > 0.8 * len(issued)
 
@@ -66,7 +67,7 @@ def test_kernels_keep_their_order() -> None:
     program, _, lowered = planned("gpt2", "zero3", 1e9, 2, 2)
     known = {op.name: i for i, op in enumerate(program.graph.ops)}
     for module in (lowered.forward, lowered.backward):
-        big = [known[n.meta["op"]] for n in module.graph.nodes if str(n.target) in BIG]
+        big = [known[n.meta["op"]] for n in module.graph.nodes if str(n.target) in HEAVY]
         assert big == sorted(big)
 
 
@@ -75,7 +76,7 @@ def test_without_predicted_seconds_collectives_are_still_issued_ahead() -> None:
     lowered = lower(program, dataclasses.replace(plan, kernel_s={}), (0,), ("g",), bucket_bytes=0)
     nodes = [n for n in lowered.forward.graph.nodes if n.op == "call_function"]
     at = {n: i for i, n in enumerate(nodes)}
-    big = [i for i, n in enumerate(nodes) if str(n.target) in BIG]
+    big = [i for i, n in enumerate(nodes) if str(n.target) in HEAVY]
     later = [n for n in nodes if is_wait(n) and n.meta["step"].kind == "all_gather" and at[n] > big[1]]
     ahead = [any(at[n.all_input_nodes[0]] < i < at[n] for i in big) for n in later]
     assert len(ahead) > 5 and sum(ahead) > 0.8 * len(ahead)

@@ -10,12 +10,13 @@ import torch
 
 from meshwright.passes import lower
 from meshwright.passes.base import check_graph
-from meshwright.passes.overlap import BIG, OverlapCollectives, is_wait
+from meshwright.passes.overlap import OverlapCollectives, is_wait
 from meshwright.passes.redistribute import Step
 from meshwright.passes.rewrite import RewriteForRank
 from meshwright.passes.split import is_collective
 from meshwright.passes.verify import VerifyProgram
 from meshwright.planner.ir.errors import VerifyError
+from meshwright.planner.ir.heavy import HEAVY
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.plan import Collective, OpSpec, Plan, Redistribution
 from meshwright.planner.ir.spec import P, R, S
@@ -138,7 +139,7 @@ def test_overlap_waits_for_gradients_at_the_end_and_gathers_ahead(program) -> No
     gm = OverlapCollectives(ahead=1)(RewriteForRank(program, plan, (0,), ("g",))(program.gm))
     check_graph(gm)
     nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.meta["phase"] == "backward"]
-    last_big = max(i for i, n in enumerate(nodes) if str(n.target) in BIG)
+    last_big = max(i for i, n in enumerate(nodes) if str(n.target) in HEAVY)
     results = next(reversed(gm.graph.nodes)).args[0]
     for node in results:
         if node is not None and is_wait(node) and node.meta["phase"] == "backward":
@@ -146,7 +147,7 @@ def test_overlap_waits_for_gradients_at_the_end_and_gathers_ahead(program) -> No
     for i, node in enumerate(nodes):
         if is_wait(node) and node.meta["step"].kind == "all_gather" and node not in results:
             issued = nodes.index(node.args[0])
-            assert sum(str(n.target) in BIG for n in nodes[issued:i]) <= 2, node
+            assert sum(str(n.target) in HEAVY for n in nodes[issued:i]) <= 2, node
 
 
 def test_shape_of_a_step_is_the_largest_piece() -> None:
