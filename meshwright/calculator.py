@@ -15,10 +15,12 @@ from torch import nn
 from meshwright import collector
 from meshwright.adapters import with_low_rank
 from meshwright.inputs import call_of, model_of
+from meshwright.planner.cost import device_for
 from meshwright.planner.ir.errors import InfeasibleError, InputError
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.recompute import LEVELS
 from meshwright.planner.repeat import Folded
+from meshwright.planner.solve.memory import usable_bytes
 from meshwright.planning import Request, capture_call, model_name, plan_capture
 from meshwright.target import target_of
 
@@ -243,7 +245,7 @@ class _Count:
         n, reason = 1, ""
         while n <= MOST_DEVICES:
             where = f"{max(1, n // PER_NODE)}x{min(n, PER_NODE)}x{device}"
-            limit = _limit(device)
+            limit = usable_bytes(device_for(device))
             try:
                 plan = self.plan(captured, where, strategy=strategy)
                 return Fit(device, strategy, n, plan.predicted.peak_memory_bytes, str(plan.recompute))
@@ -264,10 +266,3 @@ class _Count:
                 f"optimizer {self.request.optimizer}, {'mixed bf16' if self.request.precision else 'the model’s own types'}"
             )
         return tuple(told)
-
-
-def _limit(device: str) -> int:
-    from meshwright.planner.cost import device_for
-    from meshwright.planner.solve.memory import RESERVE
-
-    return int(device_for(device).memory_bytes * (1 - RESERVE))

@@ -27,7 +27,7 @@ from meshwright.planner.ir.spec import parse_placements
 from meshwright.planner.meshes import LogicalMesh, MeshRequest, finer, logical_meshes
 from meshwright.planner.pipelined import PipelineRequest, resolved, with_pipeline
 from meshwright.planner.repeat import Folded, capture_folded
-from meshwright.planner.solve.memory import RESERVE
+from meshwright.planner.solve.memory import usable_bytes
 from meshwright.report.units import parse_bytes
 from meshwright.target import Target
 
@@ -222,7 +222,7 @@ def _plan_in_stages(
     inside, link = target.stage(stages.degree)
     stages = resolved(stages, captured.whole_view, inside.mesh.num_devices)
     device = target.topology.device
-    limit = int(device.memory_bytes * (1 - RESERVE)) if request.memory_limit is None else parse_bytes(request.memory_limit)
+    limit = usable_bytes(device) if request.memory_limit is None else parse_bytes(request.memory_limit)
     of_stage = replace(request, memory_limit=limit * stages.degree, alternatives=False, micro_batches=stages.micro_batches)
     plan = _plan_whole(captured, inside, of_stage, model, tell)
     tell("cut stages")

@@ -22,8 +22,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshwright.passes.split import is_collective
-
 aten = torch.ops.aten
 
 _MASK_AT = {aten.convolution_backward.default: 10}
@@ -113,8 +111,3 @@ def _built(gm: fx.GraphModule, inputs: Sequence[fx.Node], body: Sequence[fx.Node
         new[node] = graph.node_copy(node, new.__getitem__)
     graph.output(tuple(new[r] for r in results))
     return fx.GraphModule(gm, graph)
-
-
-def has_collectives(gm: fx.GraphModule) -> bool:
-    """Whether the program communicates."""
-    return any(is_collective(n) for n in gm.graph.nodes)

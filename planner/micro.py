@@ -24,10 +24,8 @@ from meshwright.planner.ir.graph import Op, OpGraph, Value
 from meshwright.planner.ir.plan import OpSpec
 from meshwright.planner.ir.redistribute import step_kind
 from meshwright.planner.ir.spec import Placement, R, Row, S, divides
+from meshwright.planner.solve.follow import price_of_change
 from meshwright.planner.strided import Lifted
-
-_GATHER, _REDUCE, _EXCHANGE, _SLICE = 1.0, 1.0, 1.5, 1e-3
-"""Price of a change of placement per byte; a slice costs next to nothing but is not taken without need."""
 
 EXAMPLES = "batch statistics (BatchNorm in training mode) and losses that compare samples of a batch need it so"
 
@@ -117,18 +115,11 @@ class _Walk:
         return all(v is None or p is None or divides(v.shape, (p,), (self.count,)) for v, p in values)
 
     def price(self, op: Op, row: Row) -> float:
-        return sum(self.moved(v, self.made[v.name], p) for v, p in zip(op.ins, row.ins, strict=True))
-
-    def moved(self, value: Value, src: Placement, dst: Placement) -> float:
-        if src == dst:
-            return 0.0
-        if dst.is_partial or (value.name in self.parameters and dst != R):
-            return float("inf")
-        if src.is_replicate:
-            return _SLICE * value.size_bytes
-        if src.is_partial:
-            return (_REDUCE if dst.is_replicate else _REDUCE + _SLICE) * value.size_bytes
-        return (_GATHER if dst.is_replicate else _EXCHANGE) * value.size_bytes
+        whole = frozenset((R,))
+        return sum(
+            price_of_change(v, self.made[v.name], p, whole if v.name in self.parameters else None)
+            for v, p in zip(op.ins, row.ins, strict=True)
+        )
 
     def only_slices(self, op: Op, row: Row) -> bool:
         pairs = [(self.made[v.name], p, v.name) for v, p in zip(op.ins, row.ins, strict=True)]

@@ -11,7 +11,7 @@ from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.hardware import Hardware
 from meshwright.planner.ir.recompute import LEVELS
 from meshwright.planner.ir.spec import Placements
-from meshwright.planner.solve.memory import RESERVE, optimizer_bytes
+from meshwright.planner.solve.memory import optimizer_bytes, usable_bytes
 from meshwright.planner.solve.optimise import Effort
 from meshwright.planner.solve.strategies import strategy_named
 
@@ -54,7 +54,7 @@ class Options:
 
     def memory_limit(self, hardware: Hardware) -> int:
         """Bytes per device."""
-        return self.memory_limit_bytes or int(hardware.device.memory_bytes * (1 - RESERVE))
+        return self.memory_limit_bytes or usable_bytes(hardware.device)
 
     def __post_init__(self) -> None:
         strategy_named(self.strategy)

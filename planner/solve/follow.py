@@ -66,12 +66,13 @@ def _cheapest(
     def moved(row: ClusterRow) -> float:
         if not (_is_even(cluster.ins, row.ins, size) and _is_even(cluster.outs, row.outs, size)):
             return float("inf")
-        return sum(_moved(v, made[v.name], p, parameters.get(v.name)) for v, p in zip(cluster.ins, row.ins, strict=True))
+        return sum(price_of_change(v, made[v.name], p, parameters.get(v.name)) for v, p in zip(cluster.ins, row.ins, strict=True))
 
     return min(cluster.rows, key=moved)
 
 
-def _moved(value: Value, src: Placement, dst: Placement, allowed: frozenset[Placement] | None) -> float:
+def price_of_change(value: Value, src: Placement, dst: Placement, allowed: frozenset[Placement] | None) -> float:
+    """Price of a change of placement; infinite where it cannot be, or ``dst`` is not among those ``allowed``."""
     if src == dst:
         return 0.0
     if dst.is_partial or (allowed is not None and dst not in allowed):

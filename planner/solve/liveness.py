@@ -162,24 +162,6 @@ class Timeline:
         return change[:-1].cumsum()
 
 
-@dataclass(frozen=True)
-class Life:
-    """A value that has memory of its own.
-
-    Attributes:
-        value: its name; ``maker`` the op that makes it.
-        readers: ops that read it or a view of it.
-        stays: whether the graph returns it.
-        category: ``"activations"`` where the backward reads what the forward made, else ``"working"``.
-    """
-
-    value: str
-    maker: str
-    readers: tuple[str, ...]
-    stays: bool
-    category: str
-
-
 def roots(graph: OpGraph) -> dict[str, str]:
     """Value to the value whose memory it has: its own, or that of what it is a view of."""
     root = {i.value.name: i.value.name for i in graph.inputs}

@@ -9,6 +9,7 @@ import numpy as np
 from meshwright.planner.ir.cluster import Cluster
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.graph import GraphInput, OpGraph
+from meshwright.planner.ir.hardware import Device
 from meshwright.planner.solve.candidates import Candidate, piece_numel
 
 # Bytes of optimizer state per parameter element: two float32 moments, none, or one float32 momentum.
@@ -21,6 +22,11 @@ GATHER_BYTES = 4 << 20
 # Fraction of the device's memory left to the allocator, the communication library and the context. A stated guess.
 RESERVE = 0.06
 _AT_REST = {"buffer": "buffers", "constant": "buffers", "seed": "buffers", "input": "inputs", "tangent": "inputs"}
+
+
+def usable_bytes(device: Device) -> int:
+    """What a plan may use of a device's memory unless told otherwise: all but the reserve."""
+    return int(device.memory_bytes * (1 - RESERVE))
 
 
 def optimizer_bytes(optimizer: str | int) -> int:

@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshwright.planner.ir.graph import Capture
-from meshwright.planner.ir.plan import Plan
 from meshwright.planner.micro import time_specs
 from meshwright.runtime.module import build
 from meshwright.runtime.pipeline import PipelineModule
-from tests.helpers.equality import FLOOR, RTOL, SGD_LR, STEPS, Reference, compare, gathered, sgd
-from tests.helpers.models import ALL, Case
+from tests.helpers.equality import FLOOR, RTOL, SGD_LR, STEPS, Reference, Trial, compare, gathered, sgd
+from tests.helpers.models import ALL
 from tests.helpers.prepared import captured, planned, reference
 from tests.helpers.stages import forward_ops, staged_plan
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A plan with stages, to try on ranks that inherit it by fork."""
-
-    label: str
-    case: Case
-    model: nn.Module
-    capture: Capture
-    plan: Plan
-    reference: Reference
 
 
 def trial(
