@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -92,23 +92,7 @@ def plan(
         NoRuleError: an op has no rule and ``on_missing_rule="error"``.
         InfeasibleError: nothing satisfies memory limit, strategy and pins together.
     """
-    request = Request(
-        strategy,
-        memory_limit,
-        optimizer,
-        precision,
-        pins,
-        on_missing_rule,
-        respect_axis_names,
-        fold_capture,
-        degrees,
-        logical_mesh,
-        alternatives,
-        micro_batches,
-        schedule,
-        stages_per_rank,
-        recompute,
-    )
+    request = _asked(locals())
     target = target_of(mesh_or_cluster, hardware)
     with collector.paused():
         started = time.perf_counter()
@@ -177,23 +161,7 @@ def autoparallelize(
         raise InputError(f"model is {type(model).__name__}; it must be an nn.Module")
     device_mesh = running_mesh(mesh)
     precision = precision if plan is None else plan.precision
-    request = Request(
-        strategy,
-        memory_limit,
-        optimizer,
-        precision,
-        pins,
-        on_missing_rule,
-        respect_axis_names,
-        fold_capture,
-        degrees,
-        logical_mesh,
-        alternatives,
-        micro_batches,
-        schedule,
-        stages_per_rank,
-        recompute,
-    )
+    request = _asked(locals())
     target = replace(target_of(device_mesh, hardware), searched=isinstance(mesh, DeviceMesh))
     maker = Maker(device_mesh, target, request, plan, batch, outputs, compile, timeout_s)
     if example_inputs is not None:
@@ -205,6 +173,11 @@ def autoparallelize(
             'batch="local" needs example_inputs with the global shapes: a local batch alone does not say how it was cut'
         )
     return LazyParallelModule(model, maker)
+
+
+def _asked(keywords: Mapping[str, Any]) -> Request:
+    """What a call asks of a plan: those of its keywords that are fields of a request, by name."""
+    return Request(**{f.name: keywords[f.name] for f in fields(Request)})
 
 
 def running_mesh(mesh: DeviceMesh | MeshShape | tuple[int, ...]) -> DeviceMesh:
