@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from meshwright.calculator import memory as memory
     from meshwright.custom import rule as rule
     from meshwright.planner.ir.errors import (
+        CheckpointError as CheckpointError,
+        FormatError as FormatError,
         InfeasibleError as InfeasibleError,
         InputError as InputError,
         MeshwrightError as MeshwrightError,
@@ -57,6 +59,8 @@ _HOME = {
     "TraceError": "meshwright.planner.ir.errors",
     "NoRuleError": "meshwright.planner.ir.errors",
     "PlanFormatError": "meshwright.planner.ir.errors",
+    "CheckpointError": "meshwright.planner.ir.errors",
+    "FormatError": "meshwright.planner.ir.errors",
     "InfeasibleError": "meshwright.planner.ir.errors",
     "StepError": "meshwright.planner.ir.errors",
     "SolverError": "meshwright.planner.ir.errors",

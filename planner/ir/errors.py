@@ -27,6 +27,10 @@ class PlanFormatError(InputError):
     """A plan file is malformed, of another schema version, or does not match its own hash."""
 
 
+class FormatError(InputError):
+    """A file of a checkpoint or an export is malformed, cut off, tampered with, or not what its manifest says."""
+
+
 class InfeasibleError(MeshwrightError):
     """No plan satisfies the constraints.
 
@@ -51,6 +55,10 @@ class VerifyError(MeshwrightError):
 
 class RuntimeMismatchError(MeshwrightError, RuntimeError):
     """Ranks disagree, or what runs is not what was planned; names the rank and the difference."""
+
+
+class CheckpointError(MeshwrightError, RuntimeError):
+    """A checkpoint could not be written: a full disk, a lost rank; the checkpoints that were there before still are."""
 
 
 class StepError(MeshwrightError, RuntimeError):
