@@ -77,7 +77,7 @@ def run_rank(rank: int, ranks: int, folder: str, options: argparse.Namespace) ->
         pm.step(batch)
         logs = []
         for _ in range(options.steps):
-            log = pm._engine.log_actions()
+            log = pm._programs[0].engine.log_actions()
             pm.step(batch)
             logs.append([tuple(entry) for entry in log])
         memory = dict(pm.plan.predicted.memory_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,9 @@ from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.spec import format_placements
+from meshwright.planner.pipelined import PipelineRequest
 from meshwright.planner.repeat import Folded
-from meshwright.planning import Request, capture_call, model_name, plan_on_ranks
+from meshwright.planning import Request, RequestAgain, capture_call, model_name, plan_on_ranks
 from meshwright.runtime import module as runtime
 from meshwright.runtime.mesh import arranged_ranks
 from meshwright.runtime.params import PlacedState, fill_tree
@@ -97,6 +98,10 @@ class Maker:
             respect_axis_names=False,
             alternatives=False,
         )
+        if wanted.pipeline is not None:
+            p = wanted.pipeline
+            stages = PipelineRequest(p.degree, p.schedule, p.micro_batches, p.stages_per_rank, wanted.homes)
+            request = RequestAgain(**{f.name: getattr(request, f.name) for f in fields(request)}, stages=stages)
         call = (tuple(wanted.args), dict(wanted.kwargs))
         return plan_on_ranks(wanted.module, call, self.mesh, self.target, request, wanted.training)
 

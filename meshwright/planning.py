@@ -134,6 +134,21 @@ class Request:
         return PipelineRequest(degree, self.schedule, self.micro_batches, self.stages_per_rank)
 
 
+@dataclass(frozen=True, slots=True)
+class RequestAgain(Request):
+    """What is asked of a further program of a model that lies in stages already.
+
+    Attributes:
+        stages: degree, schedule and micro-batches as they are, and where parameters are.
+    """
+
+    stages: PipelineRequest | None = None
+
+    def in_stages(self, target: Target) -> PipelineRequest | None:
+        """The stages as they are."""
+        return self.stages
+
+
 def _num_axes(pin: Any) -> int:
     """Axes that a pin speaks of; 0 where it is malformed, which the search says with the pin's name."""
     try:

@@ -24,29 +24,10 @@ from torch import fx
 
 from meshwright.passes.split import is_collective
 from meshwright.planner.ir.graph import OpGraph
-from meshwright.planner.ir.pipeline import stage_of_op
+from meshwright.planner.ir.pipeline import AGAIN_ON_EACH_STAGE, stage_of_op
 
 COPIED = "copied"
 """Kind of a node that belongs to no stage."""
-
-_OF_ONE_PARAMETER = frozenset(
-    f"aten.{name}"
-    for name in (
-        "permute.default",
-        "reshape.default",
-        "expand.default",
-        "unsqueeze.default",
-        "_to_copy.default",
-        "contiguous.default",
-        "clone.default",
-        "slice.Tensor",
-        "constant_pad_nd.default",
-        "view.dtype",
-        "detach.default",
-        "alias.default",
-    )
-)
-"""What may be done to a parameter again on every stage that reads it, besides collectives."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +173,7 @@ def _is_tangent(node: fx.Node) -> bool:
 
 
 def _again(node: fx.Node) -> bool:
-    return is_collective(node) or str(node.target) in _OF_ONE_PARAMETER
+    return is_collective(node) or str(node.target) in AGAIN_ON_EACH_STAGE
 
 
 def _readers(node: fx.Node, late: set[fx.Node]) -> list[fx.Node]:

@@ -5,11 +5,13 @@ The plan was made for the whole batch and the whole program on the devices of on
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from meshwright.planner.cost import CostModel
+from meshwright.planner.homes import cuts_at_homes
 from meshwright.planner.ir.errors import InfeasibleError, InputError
 from meshwright.planner.ir.graph import OpGraph
 from meshwright.planner.ir.hardware import Hardware, Link
@@ -34,12 +36,14 @@ class PipelineRequest:
         schedule: a name of ``SCHEDULES``; None: ``"1f1b"``, or ``"gpipe"`` where there are fewer micro-batches than stages.
         micro_batches: how many; None: as many as divide the batch, up to four per rank.
         stages_per_rank: None: as few as the schedule allows (``zero_bubble`` and ``interleaved_1f1b``: 2).
+        homes: the stages that hold each parameter, by FQN, where the model lies in stages already; None: cut freely.
     """
 
     degree: int
     schedule: str | None = None
     micro_batches: int | None = None
     stages_per_rank: int | None = None
+    homes: Mapping[str, tuple[int, ...]] | None = None
 
 
 def resolved(request: PipelineRequest, graph: OpGraph, devices: int) -> PipelineRequest:
@@ -58,7 +62,7 @@ def resolved(request: PipelineRequest, graph: OpGraph, devices: int) -> Pipeline
     least, most = schedule_named(name).stages_per_rank
     each = request.stages_per_rank or (2 if most is None else least)
     check_schedule(name, request.degree, request.degree * each, count)
-    return PipelineRequest(request.degree, name, count, each)
+    return PipelineRequest(request.degree, name, count, each, request.homes)
 
 
 def _micro_batches(graph: OpGraph, request: PipelineRequest, devices: int) -> int:
@@ -95,7 +99,11 @@ def with_pipeline(plan: Plan, graph: OpGraph, request: PipelineRequest, hardware
     assert request.schedule is not None and request.micro_batches is not None and request.stages_per_rank is not None
     times = time_specs(graph, request.micro_batches)
     found = profile(graph, plan, CostModel(hardware, plan.mesh))
-    cuts = choose_cuts(found, request.degree * request.stages_per_rank, link, request.micro_batches)
+    count = request.degree * request.stages_per_rank
+    if request.homes is not None:
+        cuts = cuts_at_homes(graph, request.homes, count, found.alive_bytes)
+    else:
+        cuts = choose_cuts(found, count, link, request.micro_batches)
     pipeline = Pipeline(request.degree, request.schedule, cuts, request.micro_batches, times.inputs, times.ops)
     staged = replace(plan, pipeline=pipeline, memory_limit_bytes=plan.memory_limit_bytes // request.degree)
     predicted = _predicted(staged, graph, found, link)

@@ -269,7 +269,7 @@ def build(
     _check_option("batch", batch, ("global", "local"))
     _check_option("outputs", outputs or "auto", ("auto", "full"))
     if plan.pipeline is not None:
-        return build_pipeline(model, capture, plan, device_mesh, batch=batch, compile=compile, timeout_s=timeout_s)
+        return build_pipeline(model, capture, plan, device_mesh, batch=batch, compile=compile, timeout_s=timeout_s, replan=replan)
     check_mesh(device_mesh)
     shape = mesh_shape(device_mesh)
     facts = {

@@ -12,25 +12,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.passes.lower_stages import PipelineProgram, lower_stages
+from meshwright.passes.lower_stages import PipelineProgram
 from meshwright.planner.ir.errors import InputError, MeshwrightError, StepError
 from meshwright.planner.ir.graph import Capture
-from meshwright.planner.ir.pipeline import Pipeline, check_schedule, schedule_named
+from meshwright.planner.ir.pipeline import Pipeline, check_schedule
 from meshwright.planner.ir.plan import Plan
-from meshwright.planner.ir.spec import local_slice
 from meshwright.runtime.checks import agree, batch_fingerprint
-from meshwright.runtime.dtensor import local_of
-from meshwright.runtime.engine import Engine, EngineStage
 from meshwright.runtime.gradients import GradientBook
-from meshwright.runtime.inputs import CallBinder, PlainLeaf, TensorLeaf, call_of_batch, describe_call, difference
+from meshwright.runtime.inputs import Call, CallBinder, call_of_batch, describe_call, dtype_differences
 from meshwright.runtime.journal import Journal, culprit
-from meshwright.runtime.mesh import broadcast_object, check_mesh, coordinate_of, device_of, group_names, mesh_shape
+from meshwright.runtime.mesh import broadcast_object, check_mesh, device_of, mesh_shape
 from meshwright.runtime.params import fill_tree, place_state, resting_placements
-from meshwright.runtime.programs import LOWERING, check_plan, constants_of
+from meshwright.runtime.programs import Replan
 from meshwright.runtime.random import SeedSequence, initial_seed
-from meshwright.runtime.stage import StageRun, bind_stage
 from meshwright.runtime.stage_mesh import StageMesh
 from meshwright.runtime.stage_state import full_state_dict, load_state_dict
+from meshwright.runtime.staged import Replanner, StagedProgram, check_homes, lowered, mode_text
 from meshwright.runtime.state import Tree
 
 
@@ -49,41 +46,42 @@ class PipelineModule(nn.Module):
     device_mesh: DeviceMesh
     stage_mesh: DeviceMesh
 
-    def __init__(self, model: nn.Module, capture: Capture, plan: Plan, mesh: StageMesh, program: PipelineProgram, compile: bool):
+    def __init__(
+        self,
+        model: nn.Module,
+        capture: Capture,
+        plan: Plan,
+        mesh: StageMesh,
+        program: PipelineProgram,
+        *,
+        compile: bool,
+        replan: Replan | None,
+    ):
         super().__init__()
         assert plan.pipeline is not None
         self.plan, self.device_mesh, self.stage_mesh = plan, mesh.whole, mesh.inside
-        self._mesh, self._capture, self._program, self._pipeline = mesh, capture, program, plan.pipeline
+        self._mesh, self._pipeline = mesh, plan.pipeline
         self._name, self._meta = type(model).__name__, {k: (v.shape, v.dtype) for k, v in model.state_dict().items()}
         names = {i.name: (i.name, *i.aliases) for i in capture.graph.inputs_of("parameter")}
-        rests = resting_placements(capture.graph, plan)
+        self._rests = resting_placements(capture.graph, plan)
         self._holders = {alias: mesh.ranks_of(program.holders.get(name, (0,))) for name, all_ in names.items() for alias in all_}
+        self._homes = {alias: program.holders.get(name, (0,)) for name, all_ in names.items() for alias in all_}
         held = {name for name, ranks in self._holders.items() if mesh.rank in ranks}
-        state = place_state(model, rests, mesh.inside, held=held, everyone=mesh.whole)
+        state = place_state(model, self._rests, mesh.inside, held=held, everyone=mesh.whole)
         fill_tree(self, model, state)
         self.training = model.training
-        self._tree = Tree(self, state, {name: rests[name] for name in held})
-        self._modes = tuple(m.training for m in model.modules())
+        self._tree = Tree(self, state, {name: self._rests[name] for name in held})
         self._seeds = SeedSequence(broadcast_object(initial_seed(), mesh.whole))
         self._binder = CallBinder(model.forward)
         self._book = GradientBook(capture.graph, self._holders, mesh)
         self._journal = Journal(mesh.new_name(), mesh.whole.mesh.flatten().tolist())
-        self._constants = constants_of(capture, mesh.whole)
-        self._called = False
-        self._start_engine(compile)
+        self._compile = compile
+        self._replanner = None if replan is None else Replanner(model, replan, self.plan, self._rests, self._homes)
+        modes = tuple(m.training for m in model.modules())
+        self._programs = [self._bound(capture, plan, program, modes)]
 
-    def _start_engine(self, compile: bool) -> None:
-        pipeline, device = self._pipeline, device_of(self.device_mesh)
-        splits = schedule_named(pipeline.schedule).splits_backward
-        self._runs: dict[int, StageRun] = {}
-        for k in self._program.stages[0]:
-            variants = [programs[k] for programs in self._program.stages]
-            self._runs[k] = StageRun([bind_stage(p, self._capture, device, splits=splits, compile=compile) for p in variants])
-        stages = [
-            EngineStage(run, pipeline.num_stages, pipeline.rank_of, device, self._mesh.along, self._journal)
-            for run in self._runs.values()
-        ]
-        self._engine = Engine(pipeline.schedule, stages, pipeline.micro_batches)
+    def _bound(self, capture: Capture, plan: Plan, program: PipelineProgram, modes: tuple[bool, ...]) -> StagedProgram:
+        return StagedProgram(capture, plan, program, self._mesh, self._binder, modes, self._journal, compile=self._compile)
 
     def _get_name(self) -> str:
         p = self._pipeline
@@ -111,8 +109,6 @@ class PipelineModule(nn.Module):
             InputError: the batch is not one that was planned for.
             StepError: this or another rank failed; the process group is gone then.
         """
-        if not self._capture.training:
-            raise InputError("the plan is for inference and has no backward: plan with training=True, or use eval_step")
         return self._run(batch, training=True)
 
     @torch.no_grad()
@@ -121,115 +117,79 @@ class PipelineModule(nn.Module):
         return self._run(batch, training=False)
 
     def _run(self, batch: Any, *, training: bool) -> torch.Tensor:
-        if not hasattr(self, "_engine"):
+        if not self._programs:
             raise StepError("an earlier step failed and ended the process group: restart the job from a checkpoint")
         parameters = self._tree.parameters()
-        given = self._given(batch, parameters)
+        args, kwargs = call_of_batch(batch)
+        leaves = self._binder.leaves(args, kwargs)
+        program = self._program_for(leaves, (args, kwargs), training=training)
+        given = program.given(leaves, parameters, self._tree.buffers(), self._seeds)
         try:
-            return self._run_schedule(given, training=training)
+            return self._run_schedule(program, given, training=training)
         except Exception as error:
+            del program, given  # connections close with the last reference
             raise self._failed(error) from error
         finally:
-            for run in self._runs.values():
-                run.forget()
+            for kept in self._programs:
+                kept.forget()
 
-    def _run_schedule(self, given: list[dict[str, torch.Tensor]], *, training: bool) -> torch.Tensor:
+    def _run_schedule(self, program: StagedProgram, given: list[dict[str, torch.Tensor]], *, training: bool) -> torch.Tensor:
         self._journal.watch()
-        self._journal.doing("computing what all micro-batches must know")
-        known = self._program.before(given) if self._program.before is not None else {}
-        given = [{**piece, **known} for piece in given]
-        tangents = self._tangents()
-        for run in self._runs.values():
-            run.begin(given, tangents)
-        self._engine.run(training=training)
-        self._journal.doing("finishing the step")
-        made: dict[str, list[torch.Tensor]] = {}
-        for run in self._runs.values():
-            for name, value in run.finish(known, given[0], training=training).items():
-                made.setdefault(name, []).append(value)
-        loss = self._shared_loss(made.pop(self._program.loss, [None])[0])
+        mine, made = program.run(given, training=training)
+        loss = torch.empty((), dtype=program.loss_dtype, device=device_of(self.device_mesh)) if mine is None else mine.clone()
+        self._mesh.broadcast(loss, self._pipeline.rank_of(self._pipeline.num_stages - 1))
         if training:
             self._book.give(made, self._tree.parameters())
-        self._write_buffers()
+        self._write_buffers(program)
         self._journal.doing("idle")
         return loss
 
-    def _tangents(self) -> dict[str, torch.Tensor]:
-        """One for the loss, zero for other outputs."""
-        device = device_of(self.device_mesh)
-        return {
-            i.value.name: torch.full(i.value.shape, float(i.name == self._program.loss), dtype=i.value.dtype, device=device)
-            for i in self._capture.graph.inputs_of("tangent")
-        }
-
-    def _shared_loss(self, mine: torch.Tensor | None) -> torch.Tensor:
-        """The last stage's loss on every rank."""
-        (output,) = (o for o in self._capture.graph.outputs_of("output") if o.name == self._program.loss)
-        assert output.value is not None
-        loss = torch.empty((), dtype=output.value.dtype, device=device_of(self.device_mesh)) if mine is None else mine.clone()
-        self._mesh.broadcast(loss, self._pipeline.rank_of(self._pipeline.num_stages - 1))
-        return loss
-
-    def _write_buffers(self) -> None:
+    def _write_buffers(self, program: StagedProgram) -> None:
         """New values of buffers, on every rank."""
         buffers = self._tree.buffers()
         with torch.no_grad():
-            for run in self._runs.values():
+            for run in program.runs.values():
                 for name, new in run.mutations.items():
                     buffers[name].copy_(new)
-            for name, rank in self._program.mutated_on.items():
+            for name, rank in program.program.mutated_on.items():
                 self._mesh.broadcast(buffers[name], rank)
 
-    # --- inputs ---------------------------------------------------------------------------------------------------
+    # --- programs -------------------------------------------------------------------------------------------------
 
-    def _given(self, batch: Any, parameters: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
-        """Per micro-batch, every input of the programs by value name."""
-        args, kwargs = call_of_batch(batch)
-        leaves = self._binder.leaves(args, kwargs)
-        placeholders, plain = self._binder.captured(self._capture)
-        planned: dict[str, TensorLeaf | PlainLeaf] = {
-            p: TensorLeaf(i.value.shape, i.value.dtype) for p, i in placeholders.items()
-        }
-        planned.update((path, PlainLeaf(repr(value))) for path, value in plain.items())
-        wrong = difference(planned, describe_call(leaves, grad=False))
-        if wrong:
-            raise InputError(f"{self._name} was planned for another batch: {wrong}; pad the batch, or plan for this one")
-        if self._tree.modes(self) != self._modes:
+    def _program_for(
+        self, leaves: Mapping[str, Any], raw: tuple[tuple[Any, ...], dict[str, Any]], *, training: bool
+    ) -> StagedProgram:
+        """The program for a batch in the present mode, made where there is none."""
+        call, modes = describe_call(leaves, grad=False), self._tree.modes(self)
+        program = next((p for p in self._programs if not p.unmet(call, modes, training=training)), None)
+        if program is None:
+            program = self._further(call, modes, raw, training=training)
+        if not program.was_called:
+            agree({f"batch {path}": batch_fingerprint(leaves[path]) for path in program.inputs}, self.device_mesh, "first call")
+            program.was_called = True
+        return program
+
+    def _further(
+        self, call: Call, modes: tuple[bool, ...], raw: tuple[tuple[Any, ...], dict[str, Any]], *, training: bool
+    ) -> StagedProgram:
+        """Plan and lower for another mode or another batch, with every parameter where it lies. Collective."""
+        why = self._programs[0].unmet(call, modes, training=training)
+        wrong = dtype_differences(self._programs[0].call, call)
+        if self._replanner is None or wrong:
             raise InputError(
-                f"{self._name} was planned in {'training' if self._modes[0] else 'evaluation'} mode and is in another now: set the "
-                "mode that it was planned in, or plan for this one"
+                f"{self._name} was planned for another call: {wrong or why}; pad or cast the batch, or plan for this one"
             )
-        if not self._called:
-            agree({f"batch {path}": batch_fingerprint(leaves[path]) for path in placeholders}, self.device_mesh, "first call")
-            self._called = True
-        shared = self._shared_inputs(parameters)
-        return [
-            {**shared, **{i.value.name: self._piece(leaves[path], i.value.name, j) for path, i in placeholders.items()}}
-            for j in range(self._pipeline.micro_batches)
-        ]
-
-    def _piece(self, whole: torch.Tensor, value: str, micro_batch: int) -> torch.Tensor:
-        """This rank's piece of one micro-batch of a batch input."""
-        pipeline, placements = self._pipeline, self.plan.inputs[value]
-        cut = pipeline.inputs.get(value)
-        piece = whole.detach()
-        if cut is not None:
-            piece = local_slice(piece, (cut,), (pipeline.micro_batches,), (micro_batch,))
-        piece = local_slice(piece, placements, mesh_shape(self.stage_mesh).sizes, coordinate_of(self.stage_mesh))
-        return piece.to(device_of(self.device_mesh)).contiguous()
-
-    def _shared_inputs(self, parameters: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        buffers, found = self._tree.buffers(), dict(self._constants)
-        seed = None
-        for i in self._capture.graph.inputs:
-            if i.role == "parameter" and i.name in parameters:
-                found[i.value.name] = local_of(parameters[i.name]).detach()
-            elif i.role == "buffer":
-                found[i.value.name] = buffers[i.name]
-            elif i.role == "seed":
-                seed = self._seeds.draw() if seed is None else seed
-                found[i.value.name] = torch.tensor(seed, dtype=torch.int64, device=device_of(self.device_mesh))
-        return found
+        text = ", ".join(f"{path}: {leaf}" for path, leaf in call.items())
+        agree({"call": f"{text}; {mode_text(modes)}; gradient {training}"}, self.device_mesh, "planning for a new call")
+        try:
+            capture, plan = self._replanner.plan(modes, raw, training=training)
+            program = lowered(capture, plan, self._mesh)
+            check_homes(program, self._holders, self._mesh)
+        except MeshwrightError as error:
+            error.add_note(f"while planning {self._name} for another call than the first: {why}")
+            raise
+        self._programs.append(self._bound(capture, plan, program, modes))
+        return self._programs[-1]
 
     # --- failures -------------------------------------------------------------------------------------------------
 
@@ -260,8 +220,8 @@ class PipelineModule(nn.Module):
         """Destroy the process groups. Connections close with the last reference, and work under way holds some, in the frames of
         the failed step: until they close, ranks further away go on waiting."""
         self._mesh.forget_groups()
-        del self._engine, self._book, self._mesh
-        self._runs.clear()
+        del self._book, self._mesh
+        self._programs.clear()
         cause: BaseException | None = error
         while cause is not None:
             traceback.clear_frames(cause.__traceback__)
@@ -326,10 +286,12 @@ def build_pipeline(
     batch: str,
     compile: bool,
     timeout_s: float | None = None,
+    replan: Replan | None = None,
 ) -> PipelineModule:
     """Place a model in stages on a mesh with a ``pp`` axis. Collective: every rank calls it with equal arguments.
 
-    ``timeout_s`` is how long a rank waits for its neighbours in a step; None: as long as the process group was made to.
+    ``timeout_s`` is how long a rank waits for its neighbours in a step; None: as long as the process group was made to. ``replan`` makes
+    programs for evaluation and for batches of other shapes; without it they are errors.
 
     Raises:
         InputError: a wrong option, mesh, plan or model.
@@ -342,7 +304,6 @@ def build_pipeline(
     mesh = StageMesh.of(device_mesh, pipeline, plan.mesh, timeout_s)
     if batch != "global":
         raise InputError("a plan with stages takes the global batch on every rank: batch='local' is for plans without stages")
-    shape = mesh_shape(mesh.inside)
     facts = {
         "world size": dist.get_world_size(),
         "torch": torch.__version__,
@@ -351,15 +312,5 @@ def build_pipeline(
         "plan": plan.hash[:16],
     }
     agree(facts, mesh.whole, "start-up")
-    check_plan(capture, plan, shape)
-    with LOWERING:
-        program = lower_stages(
-            capture,
-            plan,
-            coordinate_of(mesh.inside),
-            group_names(mesh.inside),
-            pipeline.stages_of(mesh.rank),
-            device=device_of(device_mesh),
-        )
-    agree({"collectives": program.sequence_hash}, mesh.inside, "after lowering")
-    return PipelineModule(model, capture, plan, mesh, program, compile)
+    program = lowered(capture, plan, mesh)
+    return PipelineModule(model, capture, plan, mesh, program, compile=compile, replan=replan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from meshwright.passes.program import LocalProgram
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.graph import Capture, GraphOutput
 from meshwright.planner.ir.mesh import MeshShape
+from meshwright.planner.ir.pipeline import Pipeline
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.spec import Placements, even_local_shape, local_slice
 from meshwright.planner.ir.verify import parameter_behind
@@ -42,6 +43,8 @@ class Request:
         training: whether a backward is wanted.
         precision: as the first plan's.
         pins: where every parameter rests, by FQN: the new plan must leave them there.
+        pipeline: the stages and micro-batches of the first program; None where it has none.
+        homes: the stages that hold each parameter, by FQN: the new cuts must keep their readers there.
     """
 
     module: nn.Module
@@ -50,6 +53,8 @@ class Request:
     training: bool
     precision: str | None
     pins: Mapping[str, Placements]
+    pipeline: Pipeline | None = None
+    homes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 LOWERING = threading.Lock()

@@ -308,12 +308,15 @@ class Capture:
 
 
 def loss_of(graph: OpGraph) -> GraphOutput:
-    """The output that a training step minimises.
+    """The output that a training step minimises; of a program for inference, its one 0-dim float output or that called ``loss``.
 
     Raises:
         InputError: there is none, or there are several and none is called ``loss``.
     """
-    scalars = [o for o in graph.outputs_of("output") if o.differentiable and o.value is not None and o.value.shape == ()]
+    outputs = graph.outputs_of("output")
+    floats = [o for o in outputs if o.value is not None and o.value.shape == () and o.value.dtype.is_floating_point]
+    has_gradient = any(o.differentiable for o in outputs)
+    scalars = [o for o in floats if o.differentiable or not has_gradient]
     named = [o for o in scalars if o.name.split(".")[-1].strip("[]'\"") == "loss"]
     chosen = named or scalars
     if len(chosen) == 1:

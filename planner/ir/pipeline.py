@@ -51,6 +51,26 @@ SCHEDULES: Mapping[str, Schedule] = {
 }
 
 
+AGAIN_ON_EACH_STAGE = frozenset(
+    f"aten.{name}"
+    for name in (
+        "permute.default",
+        "reshape.default",
+        "expand.default",
+        "unsqueeze.default",
+        "_to_copy.default",
+        "contiguous.default",
+        "clone.default",
+        "slice.Tensor",
+        "constant_pad_nd.default",
+        "view.dtype",
+        "detach.default",
+        "alias.default",
+    )
+)
+"""What may be done to a parameter again on every stage that reads it, besides collectives."""
+
+
 def schedule_named(name: str) -> Schedule:
     """Look a schedule up.
 

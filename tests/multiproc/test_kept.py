@@ -189,7 +189,7 @@ def test_stages_gather_once_per_step_and_train_as_one_process(schedule):
         wrong = pipelines.differences(pm, given.case.batch(), given.reference)
         with counts:
             pm.step(given.case.batch())
-        runs = pm._runs.values()
+        runs = pm._programs[0].runs.values()
         forwards = [run.program.local.forward for run in runs]
         gathers = sum("all_gather_into" in str(n.target) for gm in forwards for n in gm.graph.nodes)
         backwards = [run.program.local.backward for run in runs if run.program.local.backward is not None]

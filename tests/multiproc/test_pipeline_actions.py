@@ -24,7 +24,7 @@ def _logged(rank: int, trials: list[Trial]) -> list[list[Logged]]:
     for given in trials:
         pm = start(given)
         pm.step(given.case.batch())
-        log = pm._engine.log_actions()
+        log = pm._programs[0].engine.log_actions()
         pm.step(given.case.batch())
         found.append(list(log))
     return found

@@ -34,7 +34,7 @@ def _run(rank: int, given: Any, how: str, folder: str) -> tuple[str, float]:
     pm = start(given, timeout_s=PATIENCE_S if how == "hang" else None)
     batch = given.case.batch()
     pm.step(batch)
-    run = next(iter(pm._runs.values()))
+    run = next(iter(pm._programs[0].runs.values()))
     forward = run.forward
 
     def failing(i: int, received: Any, *, keep: bool) -> Any:
