@@ -23,6 +23,7 @@ from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.recompute import Recompute
 from meshwright.planner.meshes import LogicalMesh
 from meshwright.planner.micro import TimeSpecs, time_specs
+from meshwright.planner.micro_costs import MicroCosts
 from meshwright.planner.options import Clock, Options
 from meshwright.planner.pinned import folded_pins
 from meshwright.planner.solve.candidates import Edges, edges
@@ -180,6 +181,13 @@ def rows_of(known: Sequence[Found], num_clusters: int) -> list[frozenset[Edges]]
     return [frozenset(r) for r in rows]
 
 
+def _costs(program: Program, where: LogicalMesh) -> CostModel | MicroCosts:
+    count = program.options.micro_batches
+    if count == 1:
+        return CostModel(where.hardware, where.mesh)
+    return MicroCosts(where.hardware, where.mesh, program.capture.graph, program.times, count)
+
+
 class OnMesh:
     """A program on one logical mesh.
 
@@ -194,7 +202,7 @@ class OnMesh:
     def __init__(self, program: Program, where: LogicalMesh, rows: Sequence[frozenset[Edges]] | None = None):
         self.program, self.where, self.rows = program, where, rows
         self.unlimited = Unlimited()
-        self.costs = CostModel(where.hardware, where.mesh)
+        self.costs = _costs(program, where)
         self._built: dict[tuple[bool, ...], Tables] = {}
 
     @property

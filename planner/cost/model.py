@@ -37,6 +37,15 @@ class CostModel:
 
         self._step = lru_cache(maxsize=1 << 18)(self._step_uncached)
 
+    @property
+    def once(self) -> CostModel:
+        """Prices of what is done once per step: as all else is, without micro-batches."""
+        return self
+
+    def sort_of(self, value: Value) -> object:
+        """What tells apart values whose steps cost otherwise although they look alike: nothing, without micro-batches."""
+        return None
+
     def cluster_s(self, cluster: Cluster, candidate: Candidate) -> float:
         """Seconds of a cluster under one candidate."""
         return float(self.cluster_costs(cluster, [candidate])[0])

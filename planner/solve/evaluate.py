@@ -161,7 +161,8 @@ class _Walk:
         return counts
 
     def _priced(self, step: PlannedStep) -> tuple[str, int, int, float]:
-        kind, size, seconds = self.costs.step_s(step.value, step.src, step.axis, step.dst[step.axis])
+        costs = self.costs.once if step.kept else self.costs
+        kind, size, seconds = costs.step_s(step.value, step.src, step.axis, step.dst[step.axis])
         return kind, step.axis, size, seconds
 
 

@@ -138,7 +138,7 @@ def collectives(tables: Tables, chosen: Sequence[int], outcome: Outcome) -> tupl
                 key = (kind, axis, size, float(flow.network.seconds[arc]), flow.hidden)
                 counts[key] = counts.get(key, 0) + flow.count
     for g, c in enumerate(chosen):
-        for kind, axis, size, seconds in gathers_of(tables.first(g), tables.candidates[g][c], tables.costs):
+        for kind, axis, size, seconds in gathers_of(tables.first(g), tables.candidates[g][c], tables.costs.once):
             key = (kind, axis, size, seconds, tables.problem.choices[g].gather_hidden)
             counts[key] = counts.get(key, 0) + tables.problem.choices[g].count
     return tuple(Collective(*key, n) for key, n in sorted(counts.items()))

@@ -24,6 +24,8 @@ class StepCosts(Protocol):
 
     def step_s(self, value: Value, src: Placements, axis: int, dst: Placement) -> tuple[str, int, float]: ...
 
+    def sort_of(self, value: Value) -> object: ...
+
 
 @dataclass(frozen=True)
 class PlacementNetwork:
@@ -60,7 +62,7 @@ class Networks:
             uneven: whether nodes in between may have uneven pieces (parameters at rest and their gradients).
         """
         known = tuple(dict.fromkeys(used))
-        key = (value.shape, value.dtype, known, uneven)
+        key = (value.shape, value.dtype, known, uneven, self._costs.sort_of(value))
         if key not in self._built:
             self._built[key] = self._build(value, known, uneven)
         return self._built[key]

@@ -20,7 +20,7 @@ from meshwright.planner.ir.spec import Placement, Placements, R
 from meshwright.planner.solve.candidates import Candidate, Edges, cheapest_of_equals, even, expand, piece_bytes, storable
 from meshwright.planner.solve.keep import kept_bytes, root_of, with_kept
 from meshwright.planner.solve.memory import GATHERED_COPIES, parameters_with_gradient, resting
-from meshwright.planner.solve.network import Networks, PlacementNetwork
+from meshwright.planner.solve.network import Networks, PlacementNetwork, StepCosts
 from meshwright.planner.solve.precision import unreduced_values
 from meshwright.planner.solve.problem import SEGMENTS, Choice, Demand, Flow, Peak, Problem
 from meshwright.planner.solve.program import NetworkCache
@@ -38,6 +38,11 @@ class Costs(Protocol):
     def cluster_costs(self, cluster: Cluster, candidates: Sequence[tuple[ClusterRow, ...]]) -> np.ndarray: ...
 
     def step_s(self, value: Value, src: Placements, axis: int, dst: Placement) -> tuple[str, int, float]: ...
+
+    def sort_of(self, value: Value) -> object: ...
+
+    @property
+    def once(self) -> StepCosts: ...
 
 
 @dataclass(frozen=True)
@@ -177,7 +182,7 @@ def _choice(
     expanded = expand(first, mesh.sizes, wanted)
     gathers: tuple[float, ...] = (0.0,) * len(expanded)
     if hidden is not None:
-        expanded, gathers = with_kept(first, expanded, mesh.sizes, costs)
+        expanded, gathers = with_kept(first, expanded, mesh.sizes, costs.once)
     seconds = np.asarray(costs.cluster_costs(first, [c.rows for c in expanded]), dtype=float)
     kept = cheapest_of_equals(expanded, seconds)
     candidates = tuple(expanded[i] for i in kept)

@@ -1,0 +1,123 @@
+"""Prices of a step that runs in micro-batches: kernels and collectives of their size, as often as they run.
+
+```
+mm [64, 512] x [512, 512], 4 micro-batches:   4 x the seconds of [16, 512] x [512, 512]
+all_gather of a parameter for its use:        4 x        its gradient, all-reduced:       1 x (summed over micro-batches first)
+all_reduce of an activation [64, 512]:        4 x that of [16, 512]
+```
+
+The axis of micro-batches is one more mesh axis, as in the passes; only that its pieces come one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from meshwright.planner.cost import CostModel
+from meshwright.planner.ir.cluster import Cluster, ClusterRow
+from meshwright.planner.ir.graph import Op, OpGraph, Value
+from meshwright.planner.ir.hardware import Hardware
+from meshwright.planner.ir.mesh import MeshShape
+from meshwright.planner.ir.redistribute import step_kind
+from meshwright.planner.ir.spec import Placement, Placements, R, Row
+from meshwright.planner.micro import TimeSpecs
+
+
+class MicroCosts:
+    """Seconds of a whole step on one hardware and mesh.
+
+    Args:
+        hardware: device, and one link per axis.
+        mesh: axis sizes.
+        graph: the program.
+        times: where its values lie over the axis of micro-batches.
+        count: number of micro-batches.
+
+    Attributes:
+        once: prices of what is done once per step, for the whole batch.
+    """
+
+    def __init__(self, hardware: Hardware, mesh: MeshShape, graph: OpGraph, times: TimeSpecs, count: int):
+        self.hardware, self.mesh, self.count = hardware, mesh, count
+        self.once = CostModel(hardware, mesh)
+        longer = replace(hardware, links=(hardware.links[0], *hardware.links))
+        self._model = CostModel(longer, MeshShape((count, *mesh.sizes), ("time", *mesh.names)))
+        self._times = times
+        self._made: dict[str, Placement] = {i.value.name: times.inputs.get(i.value.name, R) for i in graph.inputs}
+        for op in graph.ops:
+            self._made.update((v.name, p) for v, p in zip(op.outs, self._row(op).outs, strict=True) if v and p is not None)
+        self._late = self._complete(graph)
+        self._rows: dict[tuple[str, int], tuple[ClusterRow, int]] = {}
+
+    def _row(self, op: Op) -> Row:
+        spec = self._times.ops.get(op.name)
+        if spec is None:
+            return Row((R,) * len(op.ins), tuple(None if v is None else R for v in op.outs))
+        return Row(tuple(p[0] for p in spec.ins), tuple(None if p is None else p[0] for p in spec.outs))
+
+    def _complete(self, graph: OpGraph) -> set[str]:
+        """Values that are known only when all micro-batches have run; what inputs alone make, a pre-pass knows before."""
+        found: set[str] = set()
+        known = {i.value.name for i in graph.inputs if i.role in ("input", "buffer", "constant")}
+        for op in graph.ops:
+            if all(v.name in known for v in op.ins):
+                known.update(v.name for v in op.outs if v is not None)
+                continue
+            pairs = [(v.name, p) for v, p in zip(op.ins, self._row(op).ins, strict=True) if v.name not in known]
+            summed = any(self._made[name] != R == p for name, p in pairs)
+            if summed or any(v.name in found for v in op.ins):
+                found.update(v.name for v in op.outs if v is not None)
+        return found
+
+    # --- kernels ---
+
+    def cluster_costs(self, cluster: Cluster, candidates: Sequence[tuple[ClusterRow, ...]]) -> np.ndarray:
+        """Seconds of a cluster per step under each candidate, float64 [candidates]."""
+        key = cluster.name, len(cluster.ops)
+        if key not in self._rows:
+            self._rows[key] = self._over_time(cluster)
+        row, runs = self._rows[key]
+        return runs * self._model.cluster_costs(cluster, [(row, *candidate) for candidate in candidates])
+
+    def _over_time(self, cluster: Cluster) -> tuple[ClusterRow, int]:
+        """A cluster's row over the axis of micro-batches, and how often it runs."""
+        members = tuple(self._row(op) for op in cluster.ops)
+        wanted: dict[str, Placement] = {}
+        for op, member in zip(cluster.ops, members, strict=True):
+            for v, p in zip(op.ins, member.ins, strict=True):
+                wanted.setdefault(v.name, p)
+        source = cluster.source
+        rest = None if source is None else self._made[source.value.name]
+        row = ClusterRow(
+            tuple(wanted.get(v.name, self._made[v.name]) for v in cluster.ins),
+            tuple(self._made[v.name] for v in cluster.outs),
+            members,
+            rest,
+        )
+        finishes = cluster.outs and all(v.name in self._late for v in cluster.outs)
+        return row, 1 if finishes else self.count
+
+    # --- collectives ---
+
+    def runs_of(self, value: Value, kind: str) -> int:
+        """How often a step of a redistribution is taken per step of training."""
+        placed = self._made[value.name]
+        if value.name in self._late or (placed.is_partial and kind != "reduce_scatter"):
+            return 1
+        return self.count
+
+    def step_s(self, value: Value, src: Placements, axis: int, dst: Placement) -> tuple[str, int, float]:
+        """Kind, bytes and seconds per step of changing one axis of a value's placement; see :meth:`CostModel.step_s`."""
+        placed = self._made[value.name]
+        kind = step_kind(src[axis], dst)
+        runs = self.runs_of(value, kind or "")
+        over_time = placed if placed.is_shard and runs > 1 else R
+        kind_, size, seconds = self._model.step_s(value, (over_time, *src), axis + 1, dst)
+        return kind_, size, runs * seconds
+
+    def sort_of(self, value: Value) -> object:
+        """What tells apart values whose steps cost otherwise although they look alike."""
+        return self._made[value.name], value.name in self._late
