@@ -115,6 +115,9 @@ def _program_for(plan: Plan, folded: Folded) -> Capture | None:
     return capture if capture.graph.hash == plan.graph_hash else None
 
 
+_NO_CHECKPOINTS = "checkpoints are saved and loaded by ranks that know their pieces, and there is no plan yet: pass example_inputs to autoparallelize"
+
+
 class LazyParallelModule(runtime.ParallelModule):
     """Stands for the parallel module until the first call brings a batch to plan for; then it *becomes* that module.
 
@@ -166,6 +169,22 @@ class LazyParallelModule(runtime.ParallelModule):
             )
         whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state_dict.items()}
         return self._source.load_state_dict(whole, strict=strict)
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused before there is a plan.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(_NO_CHECKPOINTS)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused before there is a plan.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(_NO_CHECKPOINTS)
 
     def _become(self, call: Call) -> None:
         """Plan and build for ``call``, move what was built into the objects that others hold, and turn into the built module."""

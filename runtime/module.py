@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.graph import Capture, loss_of
 from meshwright.planner.ir.plan import Plan
+from meshwright.runtime.checkpoint.methods import Checkpointed
 from meshwright.runtime.checks import agree, batch_fingerprint
 from meshwright.runtime.dtensor import local_of
 from meshwright.runtime.inputs import call_of_batch, describe_call
@@ -29,7 +30,7 @@ from meshwright.runtime.state import Tree, full_state_dict, load_state
 from meshwright.runtime.step import Return, Step, return_to_input, return_to_parameter
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(Checkpointed):
     """A model on a mesh; train it as the original.
 
     Its parameters are DTensors under the original names; buffers are whole on every rank. ``forward`` takes what the

@@ -17,6 +17,7 @@ from meshwright.planner.ir.errors import InputError, MeshwrightError, StepError
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.pipeline import Pipeline, check_schedule
 from meshwright.planner.ir.plan import Plan
+from meshwright.runtime.checkpoint.methods import Checkpointed
 from meshwright.runtime.checks import agree, batch_fingerprint
 from meshwright.runtime.gradients import GradientBook
 from meshwright.runtime.inputs import Call, CallBinder, call_of_batch, describe_call, dtype_differences
@@ -31,7 +32,7 @@ from meshwright.runtime.staged import Replanner, StagedProgram, check_homes, low
 from meshwright.runtime.state import Tree
 
 
-class PipelineModule(nn.Module):
+class PipelineModule(Checkpointed):
     """A model in stages on a mesh with a ``pp`` axis; train it with :meth:`step`.
 
     It has the module tree of the original. This rank's parameters are DTensors under the original names, on the mesh inside
