@@ -15,6 +15,7 @@ from torch import fx
 from meshwright.passes.base import dump, run_passes
 from meshwright.passes.bucket import BucketCollectives
 from meshwright.passes.cut_stages import COPIED, Stages, assign_stages
+from meshwright.passes.issue_first import IssueFirst
 from meshwright.passes.micro_batches import PrePass, time_nodes
 from meshwright.passes.overlap import OverlapCollectives
 from meshwright.passes.program import LocalProgram
@@ -236,8 +237,10 @@ class _Lowering:
         )
 
     def finish(self, given: Finish, label: str) -> Finish:
-        bucket = BucketCollectives(self.bucket_bytes)
-        return replace(given, program=run_passes((bucket,), given.program, f"{label}-{given.role}s"))
+        passes = (IssueFirst(), BucketCollectives(self.bucket_bytes))
+        program = run_passes(passes, given.program, f"{label}-{given.role}s")
+        program.recompile()
+        return replace(given, program=program)
 
 
 def _view(cut: StageGraph, joint: fx.GraphModule) -> OpGraph:

@@ -20,6 +20,7 @@ from meshwright.planner.ir.plan import Plan, Prediction
 from meshwright.planner.micro import batch_length, time_specs
 from meshwright.planner.orders import Action, orders
 from meshwright.planner.simulate import Simulated, StageBytes, simulate
+from meshwright.planner.solve.strategies import strategy_named
 from meshwright.planner.stage_cuts import Profile, choose_cuts, profile
 from meshwright.planner.stage_memory import fullest_rank
 
@@ -104,7 +105,8 @@ def with_pipeline(plan: Plan, graph: OpGraph, request: PipelineRequest, hardware
         cuts = cuts_at_homes(graph, request.homes, count, found.alive_bytes)
     else:
         cuts = choose_cuts(found, count, link, request.micro_batches)
-    pipeline = Pipeline(request.degree, request.schedule, cuts, request.micro_batches, times.inputs, times.ops)
+    whole = request.micro_batches > 1 and strategy_named(plan.strategy).whole_gradients and bool(plan.kept)
+    pipeline = Pipeline(request.degree, request.schedule, cuts, request.micro_batches, times.inputs, times.ops, whole)
     staged = replace(plan, pipeline=pipeline, memory_limit_bytes=plan.memory_limit_bytes // request.degree)
     predicted = _predicted(staged, graph, found, link)
     if predicted.peak_memory_bytes > staged.memory_limit_bytes:

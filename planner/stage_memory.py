@@ -23,6 +23,7 @@ def fullest_rank(plan: Plan, graph: OpGraph, in_flight_bytes: Sequence[float]) -
     assert plan.pipeline is not None
     held = _parameters(plan, graph)
     kept = _kept_bytes(plan, graph)
+    whole = kept if plan.pipeline.whole_gradients else {}  # summed beside those of earlier steps' pieces
     state = optimizer_bytes(int(plan.optimizer) if plan.optimizer.isdigit() else plan.optimizer)
     found = []
     for rank in range(plan.pipeline.degree):
@@ -30,7 +31,8 @@ def fullest_rank(plan: Plan, graph: OpGraph, in_flight_bytes: Sequence[float]) -
         found.append(
             {
                 "parameters": sum(size for _, size, _ in sizes),
-                "gradients": sum(size for _, size, trained in sizes if trained),
+                "gradients": sum(size for _, size, trained in sizes if trained)
+                + sum(whole.get(i.value.name, 0) for i, _ in held[rank].values() if i.trainable and plan.training),
                 "optimizer": sum(n * state for n, _, trained in sizes if trained),
                 "activations": int(in_flight_bytes[rank]),
                 **({"kept": sum(kept.get(i.value.name, 0) for i, _ in held[rank].values())} if kept else {}),

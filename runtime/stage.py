@@ -14,6 +14,8 @@ from meshwright.runtime.compile import compile_module, compile_program, compiled
 from meshwright.runtime.device import use_device_kernels
 from meshwright.runtime.inplace import reduce_in_place
 
+_SHORT = (torch.bfloat16, torch.float16)
+
 Runner = Callable[..., Sequence[torch.Tensor]]
 
 
@@ -79,6 +81,7 @@ class StageRun:
         self.sums: dict[str, torch.Tensor] = {}
         self.mutations: dict[str, torch.Tensor] = {}
         self._own: set[str] = set()
+        self._dtypes: dict[str, torch.dtype] = {}
         self._given: Sequence[Mapping[str, torch.Tensor]] = ()
         self._tangents: Mapping[str, torch.Tensor] = {}
         self._kept: dict[int, list[torch.Tensor]] = {}
@@ -174,7 +177,12 @@ class StageRun:
             self._add(name, grad)
 
     def _add(self, name: str, value: torch.Tensor) -> None:
-        """The first value is kept as it is: it may share memory with what is still being sent. The sum is this object's own."""
+        """The first value is kept as it is: it may share memory with what is still being sent. The sum is this object's own.
+
+        Addends of less than 32 bits are summed in float32: in bfloat16 each of many micro-batches would lose bits.
+        """
+        if name.startswith("sum:") and value.dtype in _SHORT:
+            self._dtypes[name], value = value.dtype, value.float()
         if name not in self.sums:
             self.sums[name] = value
         elif name not in self._own:
@@ -191,7 +199,8 @@ class StageRun:
         for finish in self.program.finishes:
             if finish.role == "gradient" and not training:
                 continue
-            given = {"sum": self.sums, "known": known, "input": inputs}
+            sums = {name: t.to(self._dtypes.get(name, t.dtype)) for name, t in self.sums.items()}
+            given = {"sum": sums, "known": known, "input": inputs}
             with torch.no_grad():
                 made = finish.program(*[given[role][name] for role, name in finish.inputs])
             found.update(zip(finish.results, made, strict=True))

@@ -132,6 +132,8 @@ class Pipeline:
         micro_batches: how many micro-batches a step has.
         inputs: placement of batch inputs over the axis of micro-batches, by value name; what is not listed is replicated.
         ops: likewise of the ops, one placement per operand and result; what is not listed is replicated.
+        whole_gradients: whether gradients of parameters of which a gathered copy is kept (``Plan.kept``) are summed whole over the
+            micro-batches and scattered once per step (ZeRO-1), or scattered by every micro-batch and summed in pieces (ZeRO-2).
     """
 
     degree: int
@@ -140,6 +142,7 @@ class Pipeline:
     micro_batches: int = 1
     inputs: Mapping[str, Placement] = field(default_factory=dict)
     ops: Mapping[str, OpSpec] = field(default_factory=dict)
+    whole_gradients: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -167,6 +170,7 @@ class Pipeline:
             "micro_batches": self.micro_batches,
             "inputs": {name: str(p) for name, p in self.inputs.items()},
             "ops": {name: str(spec) for name, spec in self.ops.items()},
+            **({"whole_gradients": True} if self.whole_gradients else {}),
         }
 
     @classmethod
@@ -185,6 +189,7 @@ class Pipeline:
             micro_batches=data["micro_batches"],
             inputs={name: _one_placement(text) for name, text in data["inputs"].items()},
             ops={name: OpSpec.parse(text) for name, text in data["ops"].items()},
+            whole_gradients=bool(data.get("whole_gradients", False)),
         )
 
 

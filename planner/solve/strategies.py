@@ -68,6 +68,7 @@ class Strategy:
             data axes. Where it shards the batch it is a data axis too, and always the last: the one inside a node.
         aliases: other names.
         compared: whether it is solved beside every plan for comparison.
+        whole_gradients: whether gradients of kept parameters are summed whole over micro-batches, see ``Pipeline.whole_gradients``.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Strategy:
     model: AxisRule | None = None
     aliases: tuple[str, ...] = ()
     compared: bool = True
+    whole_gradients: bool = False
 
     def rules(self, mesh: MeshShape) -> tuple[AxisRule, ...]:
         """The rule of every axis of ``mesh``; an axis named for tensor parallelism is the model axis, if there is one."""
@@ -101,12 +103,13 @@ STRATEGIES: Mapping[str, Strategy] = {
         Strategy("ddp", "replicated parameters, sharded batch", _REPLICAS),
         Strategy(
             "zero1",
-            "optimizer state and gradients sharded, parameters gathered once per step",
+            "optimizer state sharded, parameters gathered and gradients scattered once per step",
             _KEPT,
+            whole_gradients=True,
         ),
         Strategy(
             "zero2",
-            "the same plan as zero1: gradients are scattered as they are made, and added up in pieces",
+            "as zero1, but every micro-batch scatters its gradients: they are never held whole",
             _KEPT,
             compared=False,
         ),
@@ -123,7 +126,9 @@ STRATEGIES: Mapping[str, Strategy] = {
             _REPLICAS,
             _IN_PLACE,
         ),
-        Strategy("zero1+tp", "zero1 over the batch, tensor parallelism inside", _KEPT, _IN_PLACE, compared=False),
+        Strategy(
+            "zero1+tp", "zero1 over the batch, tensor parallelism inside", _KEPT, _IN_PLACE, compared=False, whole_gradients=True
+        ),
     )
     for name in (s.name, *s.aliases)
 }

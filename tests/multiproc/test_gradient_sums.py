@@ -1,0 +1,132 @@
+"""When gradients are reduced under micro-batches: once per step where they are held whole, else by every micro-batch in pieces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.passes.lower_stages import StageProgram, lower_stages
+from meshwright.passes.verify import KINDS
+from meshwright.planner.ir.pipeline import Pipeline
+from meshwright.planner.ir.plan import Plan
+from meshwright.planner.micro import time_specs
+from meshwright.planner.stage_memory import fullest_rank
+from tests.helpers.counting import CountCollectives
+from tests.helpers.equality import RTOL, Trial, compare
+from tests.helpers.models import ALL, loss_of
+from tests.helpers.pipelines import differences, start
+from tests.helpers.prepared import captured, planned, reference
+from tests.helpers.ranks import run_ranks
+
+
+def plan_of(name: str, strategy: str, micro_batches: int, *, whole: bool = False, precision: str | None = None) -> Plan:
+    """Two ranks that share every micro-batch, no stages."""
+    times = time_specs(captured(name, precision).graph, micro_batches)
+    pipeline = Pipeline(1, "gpipe", (), micro_batches, times.inputs, times.ops, whole)
+    return replace(planned(name, (2,), strategy, precision, micro_batches), pipeline=pipeline)
+
+
+def kinds_in(stage: StageProgram) -> tuple[dict[str, int], dict[str, int]]:
+    """Collectives of one micro-batch's backward, and of what is done once per step for gradients."""
+    assert stage.local.backward is not None
+    once = [f.program for f in stage.finishes if f.role == "gradient"]
+    found = []
+    for programs in ([stage.local.backward], once):
+        names = [part for gm in programs for n in gm.graph.nodes for part in str(n.target).split(".")[1:2]]
+        found.append({k: sum(KINDS.get(n) == k for n in names) for k in ("all_reduce", "reduce_scatter")})
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("precision", [None, "bf16-mixed"])
+@pytest.mark.parametrize(
+    ("strategy", "whole", "kind", "is_once"),
+    [("ddp", False, "all_reduce", True), ("zero1", True, "reduce_scatter", True), ("zero2", False, "reduce_scatter", False)],
+)
+def test_gradients_are_reduced_per_step_or_per_micro_batch(strategy, whole, kind, is_once, precision):
+    plan = plan_of("llama", strategy, 4, whole=whole, precision=precision)
+    stage = lower_stages(captured("llama", precision), plan, (0,), ("group",)).stage(0, 0)
+    each, once = kinds_in(stage)
+    assert (once if is_once else each)[kind] > 0
+    assert (each if is_once else once)[kind] == 0
+    assert each["all_reduce"] == 0
+
+
+def _step(rank: int, trials: dict[str, Trial]) -> dict[str, tuple[list[str], dict[str, int], int]]:
+    """What differs from one process, the collectives of a step, and the bytes of gradients that are held before it ends."""
+    found = {}
+    for label, given in trials.items():
+        pm = start(given)
+        wrong = differences(pm, given.case.batch(), given.reference)
+        (run,) = pm._programs[0].runs.values()
+        finish, held = run.finish, []
+
+        def measured(*args: Any, finish: Any = finish, held: list[int] = held, run: Any = run, **kwargs: Any) -> Any:
+            held.append(sum(t.untyped_storage().nbytes() for t in run.sums.values()))
+            return finish(*args, **kwargs)
+
+        run.finish = measured
+        with CountCollectives() as ran:
+            pm.step(given.case.batch())
+        found[label] = wrong, dict(ran.counts), held[0]
+    return found
+
+
+def test_zero1_reduces_once_and_zero2_never_holds_whole_gradients():
+    case, kinds = ALL["transformer"], {"ddp": False, "zero1": True, "zero2": False, "zero3": False}
+    trials = {
+        f"{strategy} {m}": Trial("", case, case.model(), captured(case.name), plan, reference(case.name))
+        for strategy, whole in kinds.items()
+        for m in (2, 4)
+        for plan in [plan_of(case.name, strategy, m, whole=whole)]
+    }
+    size = sum(p.numel() * 4 for p in case.model().parameters())
+    for found in run_ranks(2, _step, trials, timeout=300):
+        assert not any(wrong for wrong, _, _ in found.values()), found
+        counts = {label: ran for label, (_, ran, _) in found.items()}
+        for strategy, kind in (("ddp", "all_reduce"), ("zero1", "reduce_scatter")):
+            assert counts[f"{strategy} 2"][kind] == counts[f"{strategy} 4"][kind] > 0
+        for strategy in ("zero2", "zero3"):
+            assert counts[f"{strategy} 4"]["reduce_scatter"] == 2 * counts[f"{strategy} 2"]["reduce_scatter"] > 0
+        assert counts["zero1 4"]["all_gather"] == counts["zero2 4"]["all_gather"] == counts["zero1 2"]["all_gather"]
+        assert counts["zero3 4"]["all_gather"] == 2 * counts["zero3 2"]["all_gather"]
+        held = {label: n / size for label, (_, _, n) in found.items()}
+        assert held["ddp 4"] == pytest.approx(1.0, abs=0.02) and held["zero1 4"] == pytest.approx(1.0, abs=0.02)
+        assert held["zero2 4"] == pytest.approx(0.5, abs=0.02) and held["zero3 4"] == pytest.approx(0.5, abs=0.02)
+
+
+def test_the_whole_sums_of_zero1_are_counted():
+    case = ALL["transformer"]
+    pieces, whole = (plan_of(case.name, "zero1", 4, whole=w) for w in (False, True))
+    graph = captured(case.name).graph
+    more = fullest_rank(whole, graph, [0])["gradients"] - fullest_rank(pieces, graph, [0])["gradients"]
+    assert more == pytest.approx(sum(p.numel() * 4 for p in case.model().parameters()), rel=0.02)
+
+
+def _clipped(rank: int, given: Trial) -> tuple[float, dict[str, torch.Tensor]]:
+    pm = start(given)
+    opt = torch.optim.AdamW(pm.parameters(), lr=1e-3, foreach=True)
+    for _ in range(3):
+        opt.zero_grad()
+        pm.step(given.case.batch())
+        norm = pm.clip_grad_norm_(0.5)
+        opt.step()
+    return float(norm), pm.full_state_dict()
+
+
+def test_clipping_sees_the_reduced_gradients_of_zero1():
+    case = ALL["llama_tied"]
+    model, batch = case.model(), case.batch()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        opt.zero_grad()
+        loss_of(model(**batch)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        opt.step()
+    plan = plan_of(case.name, "zero1", 4, whole=True)
+    given = Trial("", case, case.model(), captured(case.name), plan, reference(case.name))
+    for found, state in run_ranks(2, _clipped, given):
+        assert found == pytest.approx(float(norm), rel=1e-5)
+        assert not compare(state, dict(model.state_dict()), RTOL, 1e-5)
