@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from meshwright.planner.ir.mesh import Cluster as Cluster, MeshShape as MeshShape
     from meshwright.planner.ir.plan import Plan as Plan
     from meshwright.planner.ir.spec import Row as Row
+    from meshwright.runtime.checkpoint.plain import to_safetensors as to_safetensors
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,7 @@ _HOME = {
     "advise": "meshwright.advice",
     "memory": "meshwright.calculator",
     "rule": "meshwright.custom",
+    "to_safetensors": "meshwright.runtime.checkpoint.plain",
     "Cluster": "meshwright.planner.ir.mesh",
     "MeshShape": "meshwright.planner.ir.mesh",
     "Plan": "meshwright.planner.ir.plan",

@@ -178,6 +178,14 @@ class LazyParallelModule(runtime.ParallelModule):
         """
         raise InputError(_NO_CHECKPOINTS)
 
+    def save_safetensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused before there is a plan.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(_NO_CHECKPOINTS)
+
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Refused before there is a plan.
 

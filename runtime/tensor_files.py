@@ -355,7 +355,13 @@ def _checked(table: Mapping[str, Any], length: int, start: int, path: Path) -> d
         if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str) or entry["dtype"] not in DTYPES:
             raise wrong
         shape, offsets, dtype = _counts(entry.get("shape")), _counts(entry.get("data_offsets")), DTYPES[entry["dtype"]]
-        if shape is None or offsets is None or len(offsets) != 2 or len(shape) > 64:
+        if (
+            shape is None
+            or offsets is None
+            or len(offsets) != 2
+            or len(shape) > 64
+            or math.prod(max(1, n) for n in shape) >= 1 << 56
+        ):
             raise wrong
         begin, end = offsets
         if end - begin != math.prod(shape) * dtype.itemsize or end > length:

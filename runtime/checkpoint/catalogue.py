@@ -6,7 +6,9 @@ program or Hugging Face's ``save_pretrained`` writes them. Those hold parameters
 
 from __future__ import annotations
 
+import json
 import math
+import zlib
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +24,7 @@ MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT, VERSION = "meshwright checkpoint", 1
 MODEL = "model."
 """Prefix of parameters and buffers; ``optim.exp_avg.`` and the like of an optimizer's tensors."""
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DIGEST = "crc32"
 
 
@@ -105,14 +107,20 @@ def read_catalogue(path: Path) -> Catalogue:
         return _plain(path.parent, [path.name])
     if (path / MANIFEST).exists():
         return _ours(path)
-    if (path / _INDEX).exists():
+    if (path / INDEX).exists():
         return _indexed(path)
-    if (path / _SINGLE).exists():
-        return _plain(path, [_SINGLE])
-    raise InputError(f"{path} holds no checkpoint: no {MANIFEST}, {_INDEX} or {_SINGLE}")
+    if (path / SINGLE).exists():
+        return _plain(path, [SINGLE])
+    raise InputError(f"{path} holds no checkpoint: no {MANIFEST}, {INDEX} or {SINGLE}")
 
 
 # --- ours ---------------------------------------------------------------------------------------------------------
+
+
+def with_check(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """A manifest with the CRC-32 of all of it but that."""
+    rest = {key: value for key, value in manifest.items() if key != "check"}
+    return {"check": f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}", **rest}
 
 
 def _ours(path: Path) -> Catalogue:
@@ -122,6 +130,8 @@ def _ours(path: Path) -> Catalogue:
             f"{where} is of format {str(data.get('format'))[:40]!r} version {str(data.get('version'))[:10]}, this version reads "
             f"{FORMAT!r} version {VERSION}"
         )
+    if with_check(data) != data:
+        raise FormatError(f"{where} is damaged: it does not have the CRC-32 that it says; load another checkpoint")
     files = {plain_name(name, str(where)): _record(r, where) for name, r in _mapping(data, "files", where).items()}
     tensors = {name: _tensor(name, t, files, where) for name, t in _mapping(data, "tensors", where).items()}
     aliases = _mapping(data, "aliases", where)
@@ -154,7 +164,7 @@ def _record(value: Any, where: Path) -> FileRecord:
 
 def _sizes(value: Any) -> tuple[int, ...] | None:
     fine = isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 62 for n in value)
-    return tuple(value) if fine and len(value) <= 64 else None
+    return tuple(value) if fine and len(value) <= 64 and math.prod(max(1, n) for n in value) < 1 << 56 else None
 
 
 def _tensor(name: str, value: Any, files: Container[str], where: Path) -> SavedTensor:
@@ -222,7 +232,7 @@ def _check_keys(catalogue: Catalogue) -> None:
 
 
 def _indexed(path: Path) -> Catalogue:
-    where = path / _INDEX
+    where = path / INDEX
     index = _mapping(read_json(where), "weight_map", where)
     files = {plain_name(file, str(where)) for file in index.values()}
     found = _plain(path, sorted(files))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -70,8 +69,3 @@ def set_generators(saved: Mapping[str, torch.Tensor]) -> None:
         torch.set_rng_state(saved["cpu"])
     if "cuda" in saved and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda"])
-
-
-def plain_state(extra: Any) -> Any:
-    """What the user adds, or {}."""
-    return {} if extra is None else extra

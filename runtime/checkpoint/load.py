@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from meshwright.runtime.checkpoint.contents import RANDOM, Held, set_generators
 from meshwright.runtime.checkpoint.folder import newest, of_step
 from meshwright.runtime.checkpoint.optimizer_state import PREFIX, Restoring, decoded
 from meshwright.runtime.checkpoint.pieces import Piece
-from meshwright.runtime.checkpoint.storage import read_pieces
+from meshwright.runtime.checkpoint.plain import whole
 from meshwright.runtime.checkpoint.together import Group
 from meshwright.runtime.state import some
 
@@ -142,30 +143,32 @@ def read_all(group: Group, path: Path) -> Catalogue:
 
 
 def put_generators(group: Group, catalogue: Catalogue) -> bool:
-    """Put torch's generators back where that has a meaning; whether it had."""
-    saved = [n for n in catalogue.tensors if n.startswith(RANDOM)]
-    if not saved:
-        return False
-    ranks = sorted({int(n.rpartition(".")[2]) for n in saved if n.rpartition(".")[2].isdigit()})
-    states = {n: _whole(catalogue, n) for n in saved}
-    mine = group.rank if len(ranks) == group.size else ranks[0]
-    kinds = {n.removeprefix(RANDOM).rpartition(".")[0] for n in saved}
-    if len(ranks) != group.size and any(
-        not torch.equal(states[f"{RANDOM}{kind}.{r}"], states[f"{RANDOM}{kind}.{ranks[0]}"])
-        for kind in kinds
-        for r in ranks
-        if f"{RANDOM}{kind}.{r}" in states
-    ):
-        return False
-    set_generators({kind: states[f"{RANDOM}{kind}.{mine}"] for kind in kinds if f"{RANDOM}{kind}.{mine}" in states})
-    return True
+    """Put torch's generators back where that has a meaning; whether it had.
 
-
-def _whole(catalogue: Catalogue, name: str) -> torch.Tensor:
-    saved = catalogue.tensors[name]
-    found = torch.empty(saved.shape, dtype=saved.dtype)
-    read_pieces({name: Piece.of(found)}, catalogue)
-    return found
+    Raises:
+        FormatError: a state is none.
+    """
+    saved: dict[str, dict[int, str]] = {}
+    for name in catalogue.tensors:
+        match = re.fullmatch(re.escape(RANDOM) + r"(cpu|cuda)\.([0-9]{1,9})", name)
+        if match:
+            saved.setdefault(match[1], {})[int(match[2])] = name
+    states = {}
+    for kind, names in saved.items():
+        if len(names) == group.size and group.rank in names:
+            states[kind] = whole(catalogue, names[group.rank])
+            continue
+        first, *others = (whole(catalogue, name) for name in names.values())
+        if any(not torch.equal(first, other) for other in others):
+            return False
+        states[kind] = first
+    try:
+        set_generators(states)
+    except (RuntimeError, TypeError) as error:
+        raise FormatError(
+            f"{catalogue.folder} has a malformed state of a random generator: {str(error).splitlines()[0]}"
+        ) from None
+    return bool(states)
 
 
 def random_state(catalogue: Catalogue) -> dict[str, int] | None:

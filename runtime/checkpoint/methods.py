@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -11,14 +12,19 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.plan import Plan
 from meshwright.runtime.checkpoint import load as loading
+from meshwright.runtime.checkpoint.catalogue import MODEL, read_catalogue
 from meshwright.runtime.checkpoint.contents import Held, saved_pieces
 from meshwright.runtime.checkpoint.load import Loaded
 from meshwright.runtime.checkpoint.optimizer_state import encoded, merged, scalars_of
+from meshwright.runtime.checkpoint.pieces import Piece
+from meshwright.runtime.checkpoint.plain import MAX_FILE_BYTES, write_plain
 from meshwright.runtime.checkpoint.save import Saving, check_request, save
 from meshwright.runtime.checkpoint.storage import read_pieces
 from meshwright.runtime.checkpoint.together import Group
+from meshwright.runtime.files import temporary_beside
 
 
 class Checkpointed(nn.Module):
@@ -139,7 +145,7 @@ class Checkpointed(nn.Module):
             loading.check_names(found, tuple(dict.fromkeys(missing)), unexpected)
         pieces = dict(wanted.pieces)
         if to_come is not None:
-            pieces.update((name, loading.Piece.of(t)) for name, t in to_come.tensors().items())
+            pieces.update((name, Piece.of(t)) for name, t in to_come.tensors().items())
         group.each(lambda: read_pieces(pieces, catalogue))
         self.forget_kept()
         if to_come is not None:
@@ -149,6 +155,39 @@ class Checkpointed(nn.Module):
             self.load_random_state(random)
         generators = group.each_own(lambda: loading.put_generators(group, catalogue))
         return Loaded(found, number, extra, tuple(dict.fromkeys(missing)), unexpected, tuple(dict.fromkeys(cast)), generators)
+
+    def save_safetensors(self, folder: str | PathLike[str], *, max_file_bytes: int = MAX_FILE_BYTES) -> Path:
+        """Write parameters and persistent buffers as plain safetensors, whole tensors under the model's names. Collective.
+
+        What Hugging Face's ``from_pretrained`` and ``safetensors.torch.load_model`` read; no optimizer. Ranks write their pieces beside
+        ``folder`` first, and the first rank puts them together, one tensor at a time.
+
+        Args:
+            folder: a directory that is not there yet.
+            max_file_bytes: when to begin a new file.
+
+        Raises:
+            InputError: ``folder`` is there already.
+            CheckpointError: it could not be written.
+        """
+        group, final = self._checkpoint_group(), Path(folder)
+        self._wait_for_checkpoint()
+
+        def beside() -> str:
+            if final.exists():
+                raise InputError(f"{final} is there already: write to a new directory")
+            return str(temporary_beside(final))
+
+        held, between = Held.by(self), Path(group.from_first(beside))
+        pieces = {MODEL + name: Piece.of(t) for name, t in held.tensors.items()}
+        state: dict[str, Any] = {}
+        try:
+            saved = save(group, pieces, state, {}, between, step=0, keep_last=None, asynchronous=False)
+            group.from_first(lambda: write_plain(read_catalogue(saved.path), final, max_file_bytes))
+        finally:
+            if group.rank == 0:
+                shutil.rmtree(between, ignore_errors=True)
+        return final
 
     def _checkpoint_group(self) -> Group:
         """The ranks of this module with a process group for checkpoints, made at the first use."""

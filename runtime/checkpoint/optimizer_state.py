@@ -129,18 +129,25 @@ def decoded(value: Any) -> Any:
     Raises:
         FormatError: nothing that it makes.
     """
+    try:
+        return _decoded(value)
+    except (RecursionError, RuntimeError, OverflowError, TypeError, ValueError) as error:
+        raise FormatError(f"a checkpoint's state has a malformed value: {type(error).__name__}: {str(value)[:80]}") from None
+
+
+def _decoded(value: Any) -> Any:
     if isinstance(value, list):
-        return [decoded(v) for v in value]
+        return [_decoded(v) for v in value]
     if not isinstance(value, dict):
         return value
     if "tuple" in value:
-        return tuple(decoded(list(value["tuple"]) if isinstance(value["tuple"], list) else []))
+        return tuple(map(_decoded, value["tuple"]))
     if "tensor" in value:
         dtype, number = getattr(torch, str(value["tensor"]), None), value.get("value")
         if not isinstance(dtype, torch.dtype) or not isinstance(number, bool | int | float):
-            raise FormatError(f"a checkpoint's state has a malformed scalar: {str(value)[:80]}")
+            raise TypeError
         return torch.tensor(number, dtype=dtype)
-    return {k: decoded(v) for k, v in value.items()}
+    return {k: _decoded(v) for k, v in value.items()}
 
 
 # --- back ---------------------------------------------------------------------------------------------------------

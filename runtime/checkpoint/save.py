@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.planner.ir.errors import CheckpointError, InputError, MeshwrightError
-from meshwright.runtime.checkpoint.catalogue import FORMAT, MANIFEST, STATE, VERSION
+from meshwright.runtime.checkpoint.catalogue import FORMAT, MANIFEST, STATE, VERSION, with_check
 from meshwright.runtime.checkpoint.folder import Writing
 from meshwright.runtime.checkpoint.pieces import Piece
 from meshwright.runtime.checkpoint.storage import DIGEST, PieceSavePlanner, PieceWriter
@@ -104,7 +104,7 @@ def save(
         records = {**records, STATE: file_digest(writing.work / STATE, DIGEST)}
         files = {name: [record.bytes, record.digest] for name, record in records.items()}
         head = {"format": FORMAT, "version": VERSION, "files": files, "aliases": dict(aliases)}
-        write_json(writing.work / MANIFEST, {**head, "tensors": tensors})
+        write_json(writing.work / MANIFEST, with_check({**head, "tensors": tensors}))
         writing.finish(keep_last)
 
     def run() -> None:

@@ -8,7 +8,7 @@ a tensor but one where a rank has several.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -238,8 +238,3 @@ def read_pieces(pieces: Mapping[str, Piece], catalogue: Catalogue) -> None:
     planner.set_up_planner(dict(pieces), reader.read_metadata())
     reader.read_data(planner.finish_plan(planner.create_local_plan()), planner)
     torch.autograd.graph.increment_version([p.local for p in pieces.values()])  # reading leaves no trace on tensors by itself
-
-
-def names_of(pieces: Iterable[str], prefix: str) -> list[str]:
-    """The names behind ``prefix``."""
-    return [name[len(prefix) :] for name in pieces if name.startswith(prefix)]
