@@ -99,6 +99,7 @@ class Request:
             recompute=self.recompute,
             model=model,
             progress=progress,
+            micro_batches=self.micro_batches or 1,
         )
 
     def mesh_request(self) -> MeshRequest:
@@ -243,7 +244,7 @@ def _plan_in_stages(
     tell("cut stages")
     started = time.perf_counter()
     whole = captured.at(plan.recompute).whole_view
-    plan = with_pipeline(plan, whole, stages, inside.topology.hardware(plan.mesh), link)
+    plan = with_pipeline(plan, whole, stages, inside.topology.hardware(plan.mesh), link, limit)
     strategy = request.strategy if request.strategy in IN_STAGES else plan.strategy
     return replace(plan, strategy=strategy, solver={**plan.solver, "stages_s": time.perf_counter() - started})
 

@@ -38,6 +38,7 @@ class MicroCosts:
 
     Attributes:
         once: prices of what is done once per step, for the whole batch.
+        made: placement of every value over the axis of micro-batches.
     """
 
     def __init__(self, hardware: Hardware, mesh: MeshShape, graph: OpGraph, times: TimeSpecs, count: int):
@@ -46,9 +47,9 @@ class MicroCosts:
         longer = replace(hardware, links=(hardware.links[0], *hardware.links))
         self._model = CostModel(longer, MeshShape((count, *mesh.sizes), ("time", *mesh.names)))
         self._times = times
-        self._made: dict[str, Placement] = {i.value.name: times.inputs.get(i.value.name, R) for i in graph.inputs}
+        self.made: dict[str, Placement] = {i.value.name: times.inputs.get(i.value.name, R) for i in graph.inputs}
         for op in graph.ops:
-            self._made.update((v.name, p) for v, p in zip(op.outs, self._row(op).outs, strict=True) if v and p is not None)
+            self.made.update((v.name, p) for v, p in zip(op.outs, self._row(op).outs, strict=True) if v and p is not None)
         self._late = self._complete(graph)
         self._rows: dict[tuple[str, int], tuple[ClusterRow, int]] = {}
 
@@ -67,7 +68,7 @@ class MicroCosts:
                 known.update(v.name for v in op.outs if v is not None)
                 continue
             pairs = [(v.name, p) for v, p in zip(op.ins, self._row(op).ins, strict=True) if v.name not in known]
-            summed = any(self._made[name] != R == p for name, p in pairs)
+            summed = any(self.made[name] != R == p for name, p in pairs)
             if summed or any(v.name in found for v in op.ins):
                 found.update(v.name for v in op.outs if v is not None)
         return found
@@ -90,10 +91,10 @@ class MicroCosts:
             for v, p in zip(op.ins, member.ins, strict=True):
                 wanted.setdefault(v.name, p)
         source = cluster.source
-        rest = None if source is None else self._made[source.value.name]
+        rest = None if source is None else self.made[source.value.name]
         row = ClusterRow(
-            tuple(wanted.get(v.name, self._made[v.name]) for v in cluster.ins),
-            tuple(self._made[v.name] for v in cluster.outs),
+            tuple(wanted.get(v.name, self.made[v.name]) for v in cluster.ins),
+            tuple(self.made[v.name] for v in cluster.outs),
             members,
             rest,
         )
@@ -104,14 +105,14 @@ class MicroCosts:
 
     def runs_of(self, value: Value, kind: str) -> int:
         """How often a step of a redistribution is taken per step of training."""
-        placed = self._made[value.name]
+        placed = self.made[value.name]
         if value.name in self._late or (placed.is_partial and kind != "reduce_scatter"):
             return 1
         return self.count
 
     def step_s(self, value: Value, src: Placements, axis: int, dst: Placement) -> tuple[str, int, float]:
         """Kind, bytes and seconds per step of changing one axis of a value's placement; see :meth:`CostModel.step_s`."""
-        placed = self._made[value.name]
+        placed = self.made[value.name]
         kind = step_kind(src[axis], dst)
         runs = self.runs_of(value, kind or "")
         over_time = placed if placed.is_shard and runs > 1 else R
@@ -120,4 +121,4 @@ class MicroCosts:
 
     def sort_of(self, value: Value) -> object:
         """What tells apart values whose steps cost otherwise although they look alike."""
-        return self._made[value.name], value.name in self._late
+        return self.made[value.name], value.name in self._late

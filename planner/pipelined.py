@@ -1,28 +1,36 @@
 """Give a plan stages, a schedule and micro-batches, and say what that makes of its time and memory.
 
-The plan was made for the whole batch and the whole program on the devices of one stage. Its stages run it in turn.
+The plan was made for the whole batch and the whole program on the devices of one stage. Its stages run it in turn. Kernels and
+collectives are priced at the size of a micro-batch; what is done once per step comes before and behind all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
+from meshwright.planner import rules
 from meshwright.planner.cost import CostModel
+from meshwright.planner.fuse import trivial_clusters
 from meshwright.planner.homes import cuts_at_homes
 from meshwright.planner.ir.errors import InfeasibleError, InputError
 from meshwright.planner.ir.graph import OpGraph
 from meshwright.planner.ir.hardware import Hardware, Link
 from meshwright.planner.ir.pipeline import Pipeline, check_schedule, schedule_named, stage_of_op
 from meshwright.planner.ir.plan import Plan, Prediction
-from meshwright.planner.micro import batch_length, time_specs
+from meshwright.planner.ir.verify import made_placements
+from meshwright.planner.micro import TimeSpecs, batch_length, time_specs
+from meshwright.planner.micro_costs import MicroCosts
 from meshwright.planner.orders import Action, orders
 from meshwright.planner.simulate import Simulated, StageBytes, simulate
+from meshwright.planner.solve.alive import beside_saved
+from meshwright.planner.solve.diagnose import WHAT_TO_DO, size_text
 from meshwright.planner.solve.strategies import strategy_named
-from meshwright.planner.stage_cuts import Profile, choose_cuts, profile
-from meshwright.planner.stage_memory import fullest_rank
+from meshwright.planner.stage_cuts import Profile, choose_cuts, places_of, profile
+from meshwright.planner.stage_memory import rank_memory
 
 MOST_MICRO_BATCHES_PER_STAGE = 4
 """With so many micro-batches per rank the pipeline idles at most a fifth of the time; more make kernels small."""
@@ -82,41 +90,161 @@ def _micro_batches(graph: OpGraph, request: PipelineRequest, devices: int) -> in
     return 1
 
 
-def with_pipeline(plan: Plan, graph: OpGraph, request: PipelineRequest, hardware: Hardware, link: Link) -> Plan:
+@dataclass(frozen=True)
+class Uncut:
+    """A planned program that is to be cut.
+
+    Attributes:
+        plan: for the whole program on the devices of one stage, made for pieces of the batch that its devices can share.
+        graph: the program.
+        micro_batches: into how many the batch is cut.
+        hardware: of a stage.
+        link: between neighbouring stages.
+        limit_bytes: memory per device.
+    """
+
+    plan: Plan
+    graph: OpGraph
+    micro_batches: int
+    hardware: Hardware
+    link: Link
+    limit_bytes: int
+
+    @property
+    def whole_gradients(self) -> bool:
+        """Whether gradients of kept parameters are summed whole over micro-batches and scattered once per step."""
+        return self.micro_batches > 1 and strategy_named(self.plan.strategy).whole_gradients and bool(self.plan.kept)
+
+    @cached_property
+    def times(self) -> TimeSpecs:
+        """Where values lie over the axis of micro-batches."""
+        return time_specs(self.graph, self.micro_batches)
+
+    @cached_property
+    def costs(self) -> CostModel | MicroCosts:
+        """Prices of a step."""
+        if self.micro_batches == 1:
+            return CostModel(self.hardware, self.plan.mesh)
+        return MicroCosts(self.hardware, self.plan.mesh, self.graph, self.times, self.micro_batches)
+
+    @cached_property
+    def profile(self) -> Profile:
+        """Work and bytes along the program."""
+        return profile(self.graph, self.plan, self.costs)
+
+    @cached_property
+    def beside(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Bytes that running takes besides what is saved, by category, and the place of each point among the forward ops."""
+        over_time = self.costs.made if isinstance(self.costs, MicroCosts) else {}
+        clusters = trivial_clusters(self.graph, rules.rows_for)
+        made = made_placements(self.plan, self.graph)
+        names, found = beside_saved(self.plan, self.graph, clusters, made, over_time, self.micro_batches)
+        place = places_of(self.graph)
+        return np.array([place[n] for n in names], dtype=np.int64), found
+
+    def cut(self, request: PipelineRequest) -> Plan:
+        """In stages, for a request that leaves nothing open, whether or not it fits.
+
+        Raises:
+            InputError: the program has too few places to be cut.
+        """
+        assert request.schedule is not None and request.stages_per_rank is not None
+        count = request.degree * request.stages_per_rank
+        if request.homes is not None:
+            cuts = cuts_at_homes(self.graph, request.homes, count, self.profile.alive_bytes)
+        else:
+            cuts = choose_cuts(self.profile, count, self.link, self.micro_batches)
+        return self.cut_at(request, cuts)
+
+    def cut_at(self, request: PipelineRequest, cuts: tuple[str, ...]) -> Plan:
+        """In stages that end behind given ops."""
+        assert request.schedule is not None
+        pipeline = Pipeline(
+            request.degree, request.schedule, cuts, self.micro_batches, self.times.inputs, self.times.ops, self.whole_gradients
+        )
+        staged = replace(self.plan, pipeline=pipeline, memory_limit_bytes=self.limit_bytes, collectives=())
+        return replace(staged, predicted=self._predicted(staged))
+
+    def memory(self, staged: Plan) -> list[dict[str, int]]:
+        """Bytes by category on every rank of a plan that :meth:`cut` made."""
+        return rank_memory(staged, self.graph, simulated(staged, self.profile, self.link).peak_bytes, self._beside(staged))
+
+    def _beside(self, staged: Plan) -> list[dict[str, int]]:
+        """Per rank, the most that running takes besides what is saved, at the moment when that is most."""
+        pipeline = staged.pipeline
+        assert pipeline is not None
+        place, found = self.beside
+        edges = [self.profile.names.index(name) for name in pipeline.cuts]
+        rank = np.array([pipeline.rank_of(s) for s in range(pipeline.num_stages)])[np.searchsorted(edges, place)]
+        total = sum(found.values(), np.zeros(len(place)))
+        fullest = [int(np.argmax(np.where(rank == r, total, -1.0))) if len(place) else 0 for r in range(pipeline.degree)]
+        return [{k: int(p[at]) for k, p in found.items() if p[at] > 0} for at in fullest]
+
+    def _predicted(self, staged: Plan) -> Prediction:
+        before, step = self.plan.predicted, simulated(staged, self.profile, self.link)
+        slowest, once_s = max(step.busy_s), max(self._once_s(staged))
+        scale = slowest / before.step_time_s if before.step_time_s else 0.0
+        return Prediction(
+            compute_s=before.compute_s * scale,
+            exposed_s=before.exposed_s * scale + step.step_s - slowest + once_s,
+            hidden_s=before.hidden_s * scale,
+            step_time_s=step.step_s + once_s,
+            memory_bytes=max(
+                rank_memory(staged, self.graph, step.peak_bytes, self._beside(staged)), key=lambda m: sum(m.values())
+            ),
+        )
+
+    def _once_s(self, staged: Plan) -> list[float]:
+        """Per rank, the seconds of what is done once per step."""
+        pipeline, found = staged.pipeline, self.profile
+        assert pipeline is not None
+        edges = [found.names.index(name) + 1 for name in pipeline.cuts]
+        parts = [float(part.sum()) for part in np.split(found.once_s, edges)]
+        return [sum(parts[s] for s in pipeline.stages_of(rank)) for rank in range(pipeline.degree)]
+
+
+def with_pipeline(plan: Plan, graph: OpGraph, request: PipelineRequest, hardware: Hardware, link: Link, limit_bytes: int) -> Plan:
     """``plan`` in stages.
 
     Args:
-        plan: for the whole program on the devices of one stage, made under ``degree`` times the memory of a device and for pieces
-            of the batch that its devices can share.
+        plan: for the whole program on the devices of one stage, made for pieces of the batch that its devices can share.
         graph: the program.
         request: what is asked, see :func:`resolved`.
         hardware: of a stage.
         link: between neighbouring stages.
+        limit_bytes: memory per device.
 
     Raises:
         InputError: the program cannot be cut so.
         InfeasibleError: the fullest rank needs more than the memory limit.
     """
-    assert request.schedule is not None and request.micro_batches is not None and request.stages_per_rank is not None
-    times = time_specs(graph, request.micro_batches)
-    found = profile(graph, plan, CostModel(hardware, plan.mesh))
-    count = request.degree * request.stages_per_rank
-    if request.homes is not None:
-        cuts = cuts_at_homes(graph, request.homes, count, found.alive_bytes)
-    else:
-        cuts = choose_cuts(found, count, link, request.micro_batches)
-    whole = request.micro_batches > 1 and strategy_named(plan.strategy).whole_gradients and bool(plan.kept)
-    pipeline = Pipeline(request.degree, request.schedule, cuts, request.micro_batches, times.inputs, times.ops, whole)
-    staged = replace(plan, pipeline=pipeline, memory_limit_bytes=plan.memory_limit_bytes // request.degree)
-    predicted = _predicted(staged, graph, found, link)
-    if predicted.peak_memory_bytes > staged.memory_limit_bytes:
-        raise InfeasibleError(
-            f"the fullest of {request.degree} pipeline ranks needs {predicted.peak_memory_bytes} bytes, {staged.memory_limit_bytes} are "
-            "allowed: use more pipeline ranks, more micro-batches (each is smaller), or sharding inside stages",
-            binding="memory",
-            needed_bytes=predicted.peak_memory_bytes,
-        )
-    return replace(staged, predicted=predicted, collectives=())
+    assert request.micro_batches is not None
+    uncut = Uncut(plan, graph, request.micro_batches, hardware, link, limit_bytes)
+    staged = uncut.cut(request)
+    if staged.predicted.peak_memory_bytes > limit_bytes:
+        raise too_large(uncut, staged)
+    return staged
+
+
+def too_large(uncut: Uncut, staged: Plan) -> InfeasibleError:
+    """The error for stages of which one rank's do not fit: which rank, how much it is over, and what takes the most."""
+    pipeline, memory = staged.pipeline, uncut.memory(staged)
+    assert pipeline is not None
+    rank = max(range(pipeline.degree), key=lambda r: sum(memory[r].values()))
+    needed, limit = sum(memory[rank].values()), uncut.limit_bytes
+    stages = pipeline.stages_of(rank)
+    name = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
+    parts = sorted(memory[rank].items(), key=lambda item: -item[1])
+    told = ", ".join(f"{category} {size_text(n)}" for category, n in parts if n)
+    most = parts[0][0]
+    return InfeasibleError(
+        f"{name} of {pipeline.num_stages} on pipeline rank {rank} of {pipeline.degree} needs {size_text(needed)} per device, over the "
+        f"limit of {size_text(limit)} by {size_text(needed - limit)}, with schedule {pipeline.schedule!r}, {pipeline.micro_batches} "
+        f"micro-batches and recompute='{staged.recompute}': {told}. {most} take the most; what helps: more pipeline ranks, "
+        f"{WHAT_TO_DO.get(most, 'more devices')}",
+        binding="memory",
+        needed_bytes=needed,
+    )
 
 
 # --- predictions --------------------------------------------------------------------------------------------------
@@ -137,13 +265,12 @@ def held_by_stage(plan: Plan, found: Profile) -> list[StageBytes]:
 
 
 def simulated(plan: Plan, found: Profile, link: Link) -> Simulated:
-    """A step of ``plan``, simulated with the program's profile scaled to the time that the plan predicts without stages."""
+    """The micro-batches of a step of ``plan``, simulated with the program's profile."""
     pipeline = plan.pipeline
     assert pipeline is not None
     at = {name: i for i, name in enumerate(found.names)}
     edges = [at[name] + 1 for name in pipeline.cuts]
-    m, total = pipeline.micro_batches, float(found.work_s.sum())
-    scale = plan.predicted.step_time_s / total / m if total else 0.0
+    m = pipeline.micro_batches
 
     def by_stage(values: np.ndarray) -> list[float]:
         return [float(part.sum()) for part in np.split(values, edges)]
@@ -154,7 +281,7 @@ def simulated(plan: Plan, found: Profile, link: Link) -> Simulated:
 
     def seconds(a: Action) -> float:
         whole = {"F": forward, "B": backward, "W": weight}.get(a.kind)
-        return scale * (backward[a.stage] - weight[a.stage] if whole is None else whole[a.stage])
+        return (backward[a.stage] - weight[a.stage] if whole is None else whole[a.stage]) / m
 
     return simulate(
         pipeline,
@@ -162,17 +289,4 @@ def simulated(plan: Plan, found: Profile, link: Link) -> Simulated:
         seconds,
         lambda boundary: sizes[boundary] / link.bytes_per_s + link.latency_s,
         lambda stage: StageBytes(held[stage].saved / m, held[stage].stashed / m),
-    )
-
-
-def _predicted(plan: Plan, graph: OpGraph, found: Profile, link: Link) -> Prediction:
-    before, step = plan.predicted, simulated(plan, found, link)
-    slowest = max(step.busy_s)
-    scale = slowest / before.step_time_s if before.step_time_s else 0.0
-    return Prediction(
-        compute_s=before.compute_s * scale,
-        exposed_s=before.exposed_s * scale + step.step_s - slowest,
-        hidden_s=before.hidden_s * scale,
-        step_time_s=step.step_s,
-        memory_bytes=fullest_rank(plan, graph, step.peak_bytes),
     )

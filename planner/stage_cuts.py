@@ -7,8 +7,8 @@ and backward and what it sends and receives; exact, by dynamic programming over 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,9 +20,11 @@ from meshwright.planner.ir.graph import Op, OpGraph
 from meshwright.planner.ir.hardware import Link
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.spec import local_numel
-from meshwright.planner.ir.verify import made_placements
+from meshwright.planner.ir.verify import made_placements, planned_steps
 from meshwright.planner.kinds import kind_of
+from meshwright.planner.micro_costs import MicroCosts
 from meshwright.planner.solve.evaluate import evaluate
+from meshwright.planner.solve.segments import hidden_values
 
 SLACK = 0.01
 """How much longer than the best possible the slowest stage may take, to send fewer bytes."""
@@ -34,6 +36,8 @@ _VIEWS = frozenset(f"aten.{n}.default" for n in ("permute", "reshape", "expand",
 class Profile:
     """A program along its forward ops, for the whole batch on one device of a stage; float64 [forward ops] each.
 
+    Seconds are those of kernels and of the communication that they cannot hide.
+
     Attributes:
         names: of the forward ops, in order.
         forward_s: seconds of each op.
@@ -43,6 +47,7 @@ class Profile:
         saved: for every storage that the forward keeps for the backward, its bytes, the forward ops whose backward reads it, and
             those of whose backward the part for weights does.
         stash_bytes: bytes of gradients that the backward of weights reads.
+        once_s: seconds of what is done once per step, before and after all micro-batches: gathers of kept copies, sums of gradients.
     """
 
     names: tuple[str, ...]
@@ -52,6 +57,7 @@ class Profile:
     alive_bytes: np.ndarray
     saved: tuple[tuple[float, frozenset[int], frozenset[int]], ...]
     stash_bytes: np.ndarray
+    once_s: np.ndarray = field(default_factory=lambda: np.zeros(1))
 
     @property
     def work_s(self) -> np.ndarray:
@@ -59,18 +65,20 @@ class Profile:
         return self.forward_s + self.backward_s
 
 
-def profile(graph: OpGraph, plan: Plan, costs: CostModel) -> Profile:
+def profile(graph: OpGraph, plan: Plan, costs: CostModel | MicroCosts) -> Profile:
     """Work and bytes of a planned program."""
     forward = [op for op in graph.ops if op.phase == "forward"]
-    place = _places(graph, forward)
+    place = places_of(graph)
     late = _weights_only(graph, forward, place)
-    clusters = trivial_clusters(graph, rules.rows_for)
-    seconds = evaluate(plan, graph, clusters, costs, 0).cluster_s
+    copied = _copied(graph)
+    kernel_s = plan.kernel_s or _kernels_alone(graph, plan, costs)
     work = {phase: np.zeros(len(forward)) for phase in ("forward", "backward", "weight")}
-    for cluster, s in zip(clusters.clusters, seconds, strict=True):
-        for op in cluster.ops if cluster.source is None else ():
+    for name, s in kernel_s.items():
+        op = _reader(graph, graph.by_name[name], copied) if name in graph.by_name else None
+        if op is not None:
             work[op.phase][place[op.name]] += s
             work["weight"][place[op.name]] += s * late.get(op.name, 0.0)
+    once = _with_communication(graph, plan, costs, place, work)
     made, stash = made_placements(plan, graph), np.zeros(len(forward))
     for op in (op for op in graph.ops if op.phase == "backward" and late[op.name] < 1.0):
         for v in (v for v in op.outs if v is not None):
@@ -84,11 +92,60 @@ def profile(graph: OpGraph, plan: Plan, costs: CostModel) -> Profile:
         alive_bytes=_alive(graph, plan, forward),
         saved=_saved(graph, plan, place, late),
         stash_bytes=stash,
+        once_s=once,
     )
 
 
-def _places(graph: OpGraph, forward: Sequence[Op]) -> dict[str, int]:
+def _reader(graph: OpGraph, op: Op, copied: Set[str]) -> Op:
+    """Who needs an op that is run again wherever it is needed; any other op itself."""
+    while op.outs and op.outs[0] is not None and op.outs[0].name in copied and graph.consumers.get(op.outs[0].name):
+        op = graph.consumers[op.outs[0].name][0]
+    return op
+
+
+def _kernels_alone(graph: OpGraph, plan: Plan, costs: CostModel | MicroCosts) -> dict[str, float]:
+    """Seconds of every op as a kernel of its own, for a plan that does not say what its kernels take."""
+    clusters = trivial_clusters(graph, rules.rows_for)
+    seconds = evaluate(plan, graph, clusters, costs, 0).cluster_s
+    return {c.ops[-1].name: s for c, s in zip(clusters.clusters, seconds, strict=True) if c.source is None and c.ops}
+
+
+def _with_communication(
+    graph: OpGraph, plan: Plan, costs: CostModel | MicroCosts, place: Mapping[str, int], work: dict[str, np.ndarray]
+) -> np.ndarray:
+    """Add what kernels cannot hide to ``work``; the seconds of what is done once per step.
+
+    Where a phase's hidden communication takes longer than its kernels, all of them are as much longer.
+    """
+    hides = hidden_values(graph, trivial_clusters(graph, rules.rows_for))
+    once, exposed = np.zeros(len(work["forward"])), {p: np.zeros(len(work["forward"])) for p in ("forward", "backward")}
+    hidden_s = dict.fromkeys(exposed, 0.0)
+    for step in planned_steps(plan, graph):
+        model = costs.once if step.kept else costs
+        kind, _, seconds = model.step_s(step.value, step.src, step.axis, step.dst[step.axis])
+        at = _place_of_step(graph, step.value.name, step.phase, place)
+        if step.kept or (isinstance(costs, MicroCosts) and costs.runs_of(step.value, kind) == 1):
+            once[at] += seconds
+        elif (step.value.name, step.phase) in hides:
+            hidden_s[step.phase] += seconds
+        else:
+            exposed[step.phase][at] += seconds
+    for phase, waits in exposed.items():
+        kernels = float(work[phase].sum())
+        work[phase] = work[phase] * max(1.0, hidden_s[phase] / kernels if kernels else 1.0) + waits
+    return once
+
+
+def _place_of_step(graph: OpGraph, value: str, phase: str, place: Mapping[str, int]) -> int:
+    """Where a value is brought to another placement: at its first reader in the phase, or where it is made."""
+    readers = [op.name for op in graph.consumers.get(value, ()) if op.phase == phase]
+    maker = graph.producer[value]
+    return place.get(readers[0] if readers else maker.name, 0)
+
+
+def places_of(graph: OpGraph) -> dict[str, int]:
     """For every op, the index of the forward op that it is or differentiates; sums of gradients are with the op before them."""
+    forward = [op for op in graph.ops if op.phase == "forward"]
     at, here, found = {op.name: i for i, op in enumerate(forward)}, 0, {}
     for op in graph.ops:
         here = at.get(op.name, at.get(op.recompute_of or op.forward_op or "", here))

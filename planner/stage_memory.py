@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from meshwright.planner.ir.graph import GraphInput, OpGraph
 from meshwright.planner.ir.pipeline import stage_of_op
@@ -12,13 +12,16 @@ from meshwright.planner.ir.verify import parameter_behind, value_named
 from meshwright.planner.solve.memory import optimizer_bytes
 
 
-def fullest_rank(plan: Plan, graph: OpGraph, in_flight_bytes: Sequence[float]) -> dict[str, int]:
-    """Bytes by category on the fullest rank.
+def rank_memory(
+    plan: Plan, graph: OpGraph, in_flight_bytes: Sequence[float], beside: Sequence[Mapping[str, int]]
+) -> list[dict[str, int]]:
+    """Bytes by category on every rank.
 
     Args:
         plan: with a pipeline.
         graph: its program.
         in_flight_bytes: per rank, the most that micro-batches in flight keep at once.
+        beside: per rank, what running takes besides, by category: gathered copies of parameters, one op's own values.
     """
     assert plan.pipeline is not None
     held = _parameters(plan, graph)
@@ -36,9 +39,10 @@ def fullest_rank(plan: Plan, graph: OpGraph, in_flight_bytes: Sequence[float]) -
                 "optimizer": sum(n * state for n, _, trained in sizes if trained),
                 "activations": int(in_flight_bytes[rank]),
                 **({"kept": sum(kept.get(i.value.name, 0) for i, _ in held[rank].values())} if kept else {}),
+                **beside[rank],
             }
         )
-    return max(found, key=lambda m: sum(m.values()))
+    return found
 
 
 def _kept_bytes(plan: Plan, graph: OpGraph) -> dict[str, int]:

@@ -26,7 +26,7 @@ import numpy as np
 from meshwright.planner.ir.cluster import ClusterGraph
 from meshwright.planner.ir.graph import OpGraph, Value
 from meshwright.planner.ir.plan import Plan
-from meshwright.planner.ir.spec import Placements
+from meshwright.planner.ir.spec import Placement, Placements
 from meshwright.planner.ir.verify import kept_values, parameter_behind, path_of
 from meshwright.planner.solve.candidates import piece_bytes, piece_numel
 from meshwright.planner.solve.liveness import Span, Timeline, late_makers, roots
@@ -64,12 +64,37 @@ def peak_of(plan: Plan, graph: OpGraph, clusters: ClusterGraph, made: Mapping[st
     return _Step(plan, graph, clusters, made).peak(state_bytes)
 
 
+def beside_saved(
+    plan: Plan,
+    graph: OpGraph,
+    clusters: ClusterGraph,
+    made: Mapping[str, Placements],
+    over_time: Mapping[str, Placement],
+    count: int,
+) -> tuple[list[str], dict[str, np.ndarray]]:
+    """What one micro-batch holds while it runs, besides what its forward saves for its backward.
+
+    Args:
+        plan, graph, clusters, made: as for :func:`peak_of`.
+        over_time: placement of values over the axis of micro-batches; what is not listed is replicated.
+        count: number of micro-batches.
+
+    Returns:
+        The op at each point, and bytes by category, float64 [points].
+    """
+    step = _Step(plan, graph, clusters, made, over_time, count)
+    profiles = step.profiles() if graph.ops else {}
+    return step.line.names, {k: p for k, p in profiles.items() if k in ("working", "gathered", "communication")}
+
+
 @dataclass
 class _Step:
     plan: Plan
     graph: OpGraph
     clusters: ClusterGraph
     made: Mapping[str, Placements]
+    over_time: Mapping[str, Placement] = field(default_factory=dict)
+    count: int = 1
     held: dict[str, list[tuple[Span, float]]] = field(default_factory=dict)
     kind: dict[str, str] = field(default_factory=dict)
     ahead: list[tuple[str, str, float, float]] = field(default_factory=list)
@@ -89,6 +114,13 @@ class _Step:
         rest = self._at_rest(state_bytes)
         if not self.graph.ops:
             return Peak(rest, "")
+        profiles = self.profiles()
+        at = int(np.argmax(sum(profiles.values(), np.zeros(self.line.num_points))))
+        now = {category: round(float(p[at])) for category, p in profiles.items()}
+        return Peak({**rest, **{k: n for k, n in now.items() if n > 0}}, self.line.names[at])
+
+    def profiles(self) -> dict[str, np.ndarray]:
+        """Bytes at each point by category."""
         self._read()
         ends = self._results()
         self._values(ends)
@@ -97,15 +129,16 @@ class _Step:
         self._gradients(profiles)
         for phase in SEGMENTS:
             self._fetched_ahead(phase, profiles)
-        at = int(np.argmax(sum(profiles.values(), np.zeros(self.line.num_points))))
-        now = {category: round(float(p[at])) for category, p in profiles.items()}
-        return Peak({**rest, **{k: n for k, n in now.items() if n > 0}}, self.line.names[at])
+        return profiles
 
     def _hold(self, category: str, spans: list[Span], size: float) -> None:
         self.held.setdefault(category, []).extend((span, size) for span in spans)
 
     def _bytes(self, value: Value, placements: Placements) -> int:
-        return piece_bytes(value, placements, self.sizes)
+        over_time = self.over_time.get(value.name)
+        if over_time is None or not over_time.is_shard:
+            return piece_bytes(value, placements, self.sizes)
+        return piece_bytes(value, (over_time, *placements), (self.count, *self.sizes))
 
     def _at_rest(self, state_bytes: int) -> dict[str, int]:
         total: dict[str, int] = {}

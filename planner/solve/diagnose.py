@@ -12,7 +12,7 @@ from meshwright.planner.solve.tables import Tables
 # The memory row is kept this fraction below the limit, so that the solver's tolerance never breaks the limit itself.
 ROW_MARGIN = 1e-6
 
-_WHAT_TO_DO: Mapping[str, str] = {
+WHAT_TO_DO: Mapping[str, str] = {
     "parameters": "more devices, a smaller model, or a strategy that shards parameters ('zero3', 'tp', 'auto')",
     "gradients": "more devices, or a strategy that shards parameters and with them gradients ('zero3', 'tp', 'auto')",
     "optimizer": "more devices, an optimizer with less state (optimizer='sgd'), or a strategy that shards parameters",
@@ -49,10 +49,10 @@ def explain_infeasible(
     category = max(memory, key=lambda k: memory[k])
     under = f" under {' and '.join(name for name, _ in parts)}" if parts else ""
     even = "" if recompute == "none" else f" even with recompute={recompute!r}"
-    over = f", over the limit by {_size(needed - limit)}" if limit else ""
+    over = f", over the limit by {size_text(needed - limit)}" if limit else ""
     return InfeasibleError(
-        f"no plan on mesh {tables.mesh}{under} fits {_size(limit or 0)} per device{even}: the smallest needs {_size(needed)} ({needed} bytes)"
-        f"{over}; {category} take {_size(memory[category])} of it. What helps: {_WHAT_TO_DO.get(category, 'more devices')}",
+        f"no plan on mesh {tables.mesh}{under} fits {size_text(limit or 0)} per device{even}: the smallest needs {size_text(needed)} ({needed} bytes)"
+        f"{over}; {category} take {size_text(memory[category])} of it. What helps: {WHAT_TO_DO.get(category, 'more devices')}",
         binding="memory",
         needed_bytes=needed,
     )
@@ -80,7 +80,7 @@ def _contradict(tables: Tables, parts: Sequence[tuple[str, Restriction]]) -> boo
     return optimise(tables.problem, whole, tables.cache, objective="memory") is None
 
 
-def _size(number: int) -> str:
+def size_text(number: int) -> str:
     """Bytes for people."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if number >= factor:
