@@ -35,6 +35,7 @@ def rank_memory(
             {
                 "parameters": sum(size for _, size, _ in sizes),
                 "gradients": sum(size for _, size, trained in sizes if trained)
+                + _one_micro_batch(plan, [n for n, _, trained in sizes if trained])
                 + sum(whole.get(i.value.name, 0) for i, _ in held[rank].values() if i.trainable and plan.training),
                 "optimizer": sum(n * state for n, _, trained in sizes if trained),
                 "activations": int(in_flight_bytes[rank]),
@@ -43,6 +44,14 @@ def rank_memory(
             }
         )
     return found
+
+
+def _one_micro_batch(plan: Plan, numels: Sequence[int]) -> int:
+    """Bytes of the gradients that one micro-batch has made, of one stage of the rank, before they are added to the sums."""
+    assert plan.pipeline is not None
+    if plan.pipeline.micro_batches == 1:
+        return 0
+    return sum(numels) * (2 if plan.precision == "bf16-mixed" else 4) // plan.pipeline.stages_per_rank
 
 
 def _kept_bytes(plan: Plan, graph: OpGraph) -> dict[str, int]:
