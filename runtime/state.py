@@ -80,13 +80,18 @@ class Tree:
             modes.append(module.training)
         return tuple(modes)
 
+    def spoil(self) -> None:
+        """Values cannot be relied on until they are written again: a checkpoint turned out to be damaged while it was read."""
+        now = {**{name: slots[leaf] for name, slots, leaf in self._parameters}, **self.buffers()}
+        self._unloaded = {name: _versions(t) for name, t in now.items()}
+
     def _check_loaded(self, now: Mapping[str, torch.Tensor]) -> None:
         self._unloaded = {name: version for name, version in self._unloaded.items() if _versions(now[name]) == version}
         if self._unloaded:
             names = sorted(self._unloaded)
             raise InputError(
-                f"{len(names)} parameters or buffers have no values, since the model was on the meta device ({', '.join(names[:3])}"
-                f"{', ...' if len(names) > 3 else ''}): call load_state_dict with a checkpoint, or write them in place"
+                f"{len(names)} parameters or buffers have no values, since the model was on the meta device or a damaged checkpoint was "
+                f"read ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): load a checkpoint, or write them in place"
             )
 
 

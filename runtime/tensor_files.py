@@ -15,13 +15,14 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from meshwright.planner.ir.errors import FormatError, InputError
+from meshwright.runtime.page_sums import PageSums
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -46,6 +47,8 @@ _HEADER_LIMIT_BYTES = 100_000_000
 """What the safetensors library allows."""
 _BUFFER_BYTES = 16 << 20
 """Largest piece that passes through a buffer."""
+_BLOCK_BYTES = 1 << 20
+"""What is read at once where a digest is taken of it: it is still in the cache then."""
 _SEEK_BYTES = 4096
 """Shorter runs are cheaper to read with what lies between them than one by one: a page of most file systems."""
 
@@ -77,10 +80,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A written file: its length, and the digest of all of its bytes."""
+    """A written file.
+
+    Attributes:
+        bytes: its length.
+        digest: of all of its bytes; ``""`` where every tensor has its own.
+        tensors: checksum of each tensor's bytes (:mod:`~meshwright.runtime.page_sums`), by name, where that was asked for.
+    """
 
     bytes: int
     digest: str
+    tensors: Mapping[str, str] = field(default_factory=dict)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -110,7 +120,17 @@ class _Crc32:
         return f"{self._value:08x}"
 
 
-_DIGESTS: dict[str, Callable[[], Any]] = {"crc32": _Crc32, "sha256": hashlib.sha256}
+class _Nothing:
+    """No digest."""
+
+    def update(self, data: Any) -> None:
+        pass
+
+    def hexdigest(self) -> str:
+        return ""
+
+
+_DIGESTS: dict[str, Callable[[], Any]] = {"crc32": _Crc32, "sha256": hashlib.sha256, "tensors": _Nothing}
 
 
 def file_digest(path: Path, kind: str) -> FileRecord:
@@ -141,7 +161,7 @@ def write_tensors(
     Args:
         path: a file that is not there yet.
         entries: what to write; their ``make`` is called in another order (larger elements first, so that all are aligned).
-        digest: ``"sha256"`` or ``"crc32"``.
+        digest: ``"sha256"`` or ``"crc32"`` of the file, or ``"tensors"``: a checksum of each tensor.
         metadata: texts for the header.
 
     Raises:
@@ -150,20 +170,24 @@ def write_tensors(
     ordered = sorted(entries, key=lambda e: -e.dtype.itemsize)
     header = _header(ordered, metadata or {})
     running, size = _DIGESTS[digest](), len(header)
+    checks: dict[str, str] = {}
     with open(path, "xb", buffering=0) as file:
         running.update(header)
         _write_all(file, memoryview(header))
         for entry in ordered:
             tensor = entry.make()
             assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), entry.name
+            own = PageSums() if digest == "tensors" else running
             for block in _blocks(tensor.detach()):
                 data = bytes_of(block)
-                running.update(data)
+                own.update(data)
                 _write_all(file, data)
             size += entry.bytes
+            if digest == "tensors":
+                checks[entry.name] = own.hexdigest()
             del tensor
         os.fsync(file.fileno())
-    return FileRecord(size, running.hexdigest())
+    return FileRecord(size, running.hexdigest(), checks)
 
 
 def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
@@ -271,21 +295,57 @@ class TensorFile:
         self.read_box(name, (0,) * len(stored.shape), found)
         return found
 
-    def read_box(self, name: str, offsets: Sequence[int], into: torch.Tensor) -> None:
+    def read_box(self, name: str, offsets: Sequence[int], into: torch.Tensor, check: str | None = None) -> None:
         """Read the box that begins at ``offsets`` and has the shape of ``into``; other dtypes and devices are converted to.
 
+        Args:
+            name: of the tensor.
+            offsets: where the box begins.
+            into: gets the box.
+            check: checksum of the tensor's bytes, compared where the box is all of it.
+
         Raises:
-            FormatError: the file was cut off since it was opened.
+            FormatError: the file was cut off since it was opened, or the checksum is another.
         """
         stored = self.tensors[name]
         assert all(o >= 0 and o + n <= m for o, n, m in zip(offsets, into.shape, stored.shape, strict=True)), name
-        if into.numel() == 0:
-            return
-        direct = into.dtype == stored.dtype and into.device.type == "cpu" and into.is_contiguous()
+        running = PageSums() if check is not None and tuple(into.shape) == stored.shape else _Nothing()
+        if into.numel():
+            self._read(stored, tuple(offsets), into, running)
+        if isinstance(running, PageSums) and running.hexdigest() != check:
+            raise FormatError(
+                f"{self.path} is damaged: {name[:120]!r} has checksum {running.hexdigest()}, the manifest says {check}; load another "
+                "checkpoint"
+            )
+
+    def check(self, name: str, check: str) -> None:
+        """Compare the checksum of a tensor without keeping it.
+
+        Raises:
+            FormatError: it is another.
+        """
+        stored = self.tensors[name]
+        left, at, running = math.prod(stored.shape) * stored.dtype.itemsize, stored.start, PageSums()
+        buffer = memoryview(bytearray(min(left, _BLOCK_BYTES)))
+        while left:
+            n = min(left, _BLOCK_BYTES)
+            self._fill(buffer[:n], at)
+            running.update(buffer[:n])
+            left, at = left - n, at + n
+        if running.hexdigest() != check:
+            raise FormatError(
+                f"{self.path} is damaged: {name[:120]!r} has another checksum than the manifest says; load another checkpoint"
+            )
+
+    def _read(self, stored: Stored, offsets: tuple[int, ...], into: torch.Tensor, running: Any) -> None:
         depth = _contiguous_from(into.shape, stored.shape)
         run = math.prod(into.shape[depth:]) * stored.dtype.itemsize
-        if direct and depth == 0:
-            self._fill(bytes_of(into), stored.start + _flat(offsets, stored.shape) * stored.dtype.itemsize)
+        if depth == 0 and into.dtype == stored.dtype and into.device.type == "cpu" and into.is_contiguous():
+            memory, at = bytes_of(into), stored.start + _flat(offsets, stored.shape) * stored.dtype.itemsize
+            for begin in range(0, len(memory), _BLOCK_BYTES):
+                block = memory[begin : begin + _BLOCK_BYTES]
+                self._fill(block, at + begin)
+                running.update(block)
             return
         rows = into.shape[0] if into.dim() else 1
         step = max(1, _BUFFER_BYTES // max(1, math.prod(stored.shape[1:]) * stored.dtype.itemsize))
@@ -293,10 +353,15 @@ class TensorFile:
             step = max(1, _BUFFER_BYTES * rows // (into.numel() * stored.dtype.itemsize))
         for first in range(0, rows, step):
             slab = into[first : first + step] if into.dim() else into
-            begin = (offsets[0] + first, *offsets[1:]) if into.dim() else ()
-            slab.copy_(
-                self._runs(stored, begin, slab.shape, depth) if run >= _SEEK_BYTES else self._span(stored, begin, slab.shape)
+            begin_at = (offsets[0] + first, *offsets[1:]) if into.dim() else ()
+            read = (
+                self._runs(stored, begin_at, slab.shape, depth)
+                if run >= _SEEK_BYTES
+                else self._span(stored, begin_at, slab.shape)
             )
+            if isinstance(running, PageSums):
+                running.update(bytes_of(read))
+            slab.copy_(read)
 
     def _runs(self, stored: Stored, offsets: Sequence[int], shape: Sequence[int], depth: int) -> torch.Tensor:
         """A box read run by run: nothing but its own bytes."""

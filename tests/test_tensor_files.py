@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import zlib
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import meshwright as mw
 from meshwright.runtime import tensor_files
 from meshwright.runtime.files import new_directory, plain_name, read_json, remove_leftovers, write_json
+from meshwright.runtime.page_sums import PageSums
 from meshwright.runtime.tensor_files import DTYPES, Entry, TensorFile, file_digest, write_tensors
 
 
@@ -134,6 +136,38 @@ def test_the_digest_is_that_of_the_file_and_names_and_dtypes_are_checked(tmp_pat
         write_tensors(tmp_path / "b", [Entry.of("w", torch.ones(1))] * 2)
     with pytest.raises(mw.InputError, match="complex128"):
         write_tensors(tmp_path / "b", [Entry.of("w", torch.ones(1, dtype=torch.complex128))])
+
+
+# --- checksums ----------------------------------------------------------------------------------------------------
+
+
+def _checksum(data: bytes, cuts: list[int]) -> str:
+    found = PageSums()
+    for a, b in itertools.pairwise([0, *sorted(cuts), len(data)]):
+        found.update(memoryview(data)[a:b])
+    return found.hexdigest()
+
+
+@given(st.integers(0, 20_000), st.lists(st.integers(0, 20_000), max_size=4), st.randoms(use_true_random=False))
+def test_a_checksum_does_not_depend_on_how_the_bytes_come_and_every_flipped_bit_shows(size, cuts, chance):
+    data = chance.randbytes(size)
+    found = _checksum(data, [])
+    assert _checksum(data, [min(c, size) for c in cuts]) == found
+    weights = [pow(0x9E3779B97F4A7C15, i, 1 << 64) for i in range(size // 4096)]
+    sums = [sum(int.from_bytes(data[4096 * i + 8 * j :][:8], "little") for j in range(512)) for i in range(size // 4096)]
+    total = sum(w * s for w, s in zip(weights, sums, strict=True)) % (1 << 64)
+    assert found == f"{total:016x}{zlib.crc32(data[size // 4096 * 4096 :]):08x}"
+    if size:
+        at = chance.randrange(size)
+        flipped = data[:at] + bytes([data[at] ^ (1 << chance.randrange(8))]) + data[at + 1 :]
+        assert _checksum(flipped, []) != found
+
+
+def test_zeroed_and_exchanged_pages_show():
+    data = torch.ones(3 * 300 * 1024 // 4).numpy().tobytes() + torch.arange(4096.0).numpy().tobytes()
+    for at in range(0, 3 * 300 * 1024 - 4096, 10 * 4096):
+        assert _checksum(data[:at] + bytes(4096) + data[at + 4096 :], []) != _checksum(data, [])
+    assert _checksum(data[:-8192] + data[-4096:] + data[-8192:-4096], []) != _checksum(data, [])
 
 
 # --- directories and JSON -----------------------------------------------------------------------------------------

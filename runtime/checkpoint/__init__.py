@@ -3,7 +3,7 @@
     folder/
       latest                     the name of the newest one
       step-00000100/
-        manifest.json            every tensor, where its pieces are; length and CRC-32 of every file
+        manifest.json            every tensor, where its pieces are; a checksum of every piece
         state.json               step, random state, the optimizer's scalars, what the user added
         rank-00000.safetensors   the pieces that one rank wrote
 

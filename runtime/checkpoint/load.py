@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from meshwright.planner.ir.errors import FormatError, InputError
-from meshwright.runtime.checkpoint.catalogue import MANIFEST, MODEL, Catalogue, read_catalogue
+from meshwright.runtime.checkpoint.catalogue import MANIFEST, MODEL, Catalogue
 from meshwright.runtime.checkpoint.contents import RANDOM, Held, set_generators
 from meshwright.runtime.checkpoint.folder import newest, of_step
 from meshwright.runtime.checkpoint.optimizer_state import PREFIX, Restoring, decoded
@@ -133,13 +133,6 @@ def restoring(optimizer: torch.optim.Optimizer, held: Held, catalogue: Catalogue
     found = Restoring(optimizer, held.names, saved, shapes)
     found.check_groups()
     return found
-
-
-def read_all(group: Group, path: Path) -> Catalogue:
-    """The catalogue on every rank; each rank checks its share of the files. Collective."""
-    catalogue = group.each_own(lambda: read_catalogue(path))
-    group.each(lambda: catalogue.verify(group.rank, group.size))
-    return catalogue
 
 
 def put_generators(group: Group, catalogue: Catalogue) -> bool:

@@ -25,6 +25,7 @@ from meshwright.runtime.checkpoint.save import Saving, check_request, save
 from meshwright.runtime.checkpoint.storage import read_pieces
 from meshwright.runtime.checkpoint.together import Group
 from meshwright.runtime.files import temporary_beside
+from meshwright.runtime.state import Tree
 
 
 class Checkpointed(nn.Module):
@@ -32,6 +33,7 @@ class Checkpointed(nn.Module):
 
     plan: Plan
     device_mesh: DeviceMesh
+    _tree: Tree
 
     def random_state(self) -> dict[str, int]:
         raise NotImplementedError
@@ -110,7 +112,8 @@ class Checkpointed(nn.Module):
     ) -> Loaded:
         """Load a checkpoint that any plan, mesh and number of ranks may have written, or plain safetensors. Collective.
 
-        All of it is checked before anything is changed; then each rank reads its own slices.
+        Its structure is checked before anything is changed; then each rank reads its own slices and checks them as it reads. A module
+        that was filled from a damaged checkpoint does not run until another one is loaded.
 
         Args:
             path: the folder of a run's checkpoints (the newest is taken), one checkpoint of it, a safetensors file, or a directory with
@@ -129,7 +132,7 @@ class Checkpointed(nn.Module):
         found = group.from_first(lambda: loading.find(Path(path), step, optional))
         if found is None:
             return Loaded(None)
-        catalogue = loading.read_all(group, found)
+        catalogue = group.each_own(lambda: read_catalogue(found))
         held = Held.by(self)
         wanted, to_come, numbers = group.each_own(
             lambda: (
@@ -146,8 +149,12 @@ class Checkpointed(nn.Module):
         pieces = dict(wanted.pieces)
         if to_come is not None:
             pieces.update((name, Piece.of(t)) for name, t in to_come.tensors().items())
-        group.each(lambda: read_pieces(pieces, catalogue))
         self.forget_kept()
+        try:
+            read_pieces(pieces, catalogue, group)
+        except Exception:
+            self._tree.spoil()
+            raise
         if to_come is not None:
             to_come.finish()
         number, extra, random = numbers

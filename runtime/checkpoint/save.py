@@ -17,10 +17,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.planner.ir.errors import CheckpointError, InputError, MeshwrightError
-from meshwright.runtime.checkpoint.catalogue import FORMAT, MANIFEST, STATE, VERSION, with_check
+from meshwright.runtime.checkpoint.catalogue import DIGEST, FORMAT, MANIFEST, STATE, VERSION, with_check
 from meshwright.runtime.checkpoint.folder import Writing
 from meshwright.runtime.checkpoint.pieces import Piece
-from meshwright.runtime.checkpoint.storage import DIGEST, PieceSavePlanner, PieceWriter
+from meshwright.runtime.checkpoint.storage import PieceSavePlanner, PieceWriter
 from meshwright.runtime.checkpoint.together import Group, error_of_torch
 from meshwright.runtime.files import write_json
 from meshwright.runtime.tensor_files import FileRecord, file_digest

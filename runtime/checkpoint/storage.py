@@ -26,12 +26,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from meshwright.runtime.checkpoint.catalogue import Catalogue, Place, SavedTensor
+from meshwright.runtime.checkpoint.catalogue import Catalogue, Place, SavedTensor, check_places
 from meshwright.runtime.checkpoint.pieces import Piece
+from meshwright.runtime.checkpoint.together import Group
 from meshwright.runtime.tensor_files import Entry, FileRecord, TensorFile, write_tensors
-
-DIGEST = "crc32"
-"""Finds damage; whoever can change a file can change its digest in the manifest too, so nothing stronger would help."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ class PieceWriter(StorageWriter):
         if not entries:
             done.set_result([])
             return done
-        record = write_tensors(self._folder / file, entries, digest=DIGEST)
+        record = write_tensors(self._folder / file, entries, digest="tensors")
         done.set_result([WriteResult(i.index, _bytes(i), Written(file, _key(i), record)) for i in plan.items])
         return done
 
@@ -164,7 +162,7 @@ def _table(metadata: Metadata, written: Mapping[MetadataIndex, Written]) -> dict
         boxes = []
         for chunk in saved.chunks:
             where = written[MetadataIndex(name, chunk.offsets)]
-            boxes.append(Place(where.file, where.key, tuple(chunk.offsets), tuple(chunk.sizes)))
+            boxes.append(Place(where.file, where.key, tuple(chunk.offsets), tuple(chunk.sizes), where.record.tensors[where.key]))
         found[name] = SavedTensor(saved.properties.dtype, tuple(saved.size), tuple(boxes)).to_json()
     return found
 
@@ -205,6 +203,10 @@ class PieceReader(StorageReader):
             self._places.update((MetadataIndex(name, torch.Size(p.offsets)), p) for p in saved.places)
         return Metadata(tensors)
 
+    def place(self, item: ReadItem) -> Place:
+        """The saved box that an item reads of."""
+        return self._places[item.storage_index]
+
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
 
@@ -222,7 +224,8 @@ class PieceReader(StorageReader):
             with TensorFile(self._catalogue.folder / file) as opened:
                 for item in items:
                     target = planner.resolve_tensor(item).detach()
-                    opened.read_box(self._places[item.storage_index].key, item.storage_offsets, target)
+                    place = self._places[item.storage_index]
+                    opened.read_box(place.key, item.storage_offsets, target, place.check)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -232,9 +235,37 @@ class PieceReader(StorageReader):
         return True
 
 
-def read_pieces(pieces: Mapping[str, Piece], catalogue: Catalogue) -> None:
-    """Fill every piece from a checkpoint, by ``torch.distributed.checkpoint``'s own plan; reads this rank's slices only."""
+def read_pieces(pieces: Mapping[str, Piece], catalogue: Catalogue, group: Group | None = None) -> None:
+    """Fill every piece from a checkpoint, by ``torch.distributed.checkpoint``'s own plan; reads this rank's slices only.
+
+    The checksum of a box that a rank reads whole is taken while it is read. Those that all ranks read in part are checked before, each by
+    one rank.
+
+    Args:
+        pieces: this rank's, by full name; the checkpoint has them all.
+        catalogue: the checkpoint.
+        group: ranks that read together (collective), or None: this one alone.
+
+    Raises:
+        FormatError: what is read is damaged.
+    """
     planner, reader = PieceLoadPlanner(), PieceReader(catalogue.only(pieces))
     planner.set_up_planner(dict(pieces), reader.read_metadata())
-    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner)
+    plan = planner.finish_plan(planner.create_local_plan())
+    number = {p: i for i, p in enumerate(p for t in catalogue.tensors.values() for p in t.places)}
+    touched = {number[reader.place(item)] for item in plan.items}
+    entire = {number[p] for item in plan.items if tuple(item.lengths) == (p := reader.place(item)).sizes}
+    everyone = group.gather((touched, entire)) if group is not None else [(touched, entire)]
+    left = set().union(*(t for t, _ in everyone)) - set().union(*(e for _, e in everyone))
+    places = list(number)
+    mine = [places[i] for i in (sorted(left)[group.rank :: group.size] if group is not None else left)]
+
+    def read() -> None:
+        reader.read_data(plan, planner)
+
+    for work in (lambda: check_places(catalogue.folder, mine), read):
+        if group is None:
+            work()
+        else:
+            group.each(work)
     torch.autograd.graph.increment_version([p.local for p in pieces.values()])  # reading leaves no trace on tensors by itself

@@ -21,6 +21,7 @@ import meshwright as mw
 from meshwright.runtime.checkpoint.catalogue import read_catalogue, with_check
 from meshwright.runtime.checkpoint.contents import Held
 from meshwright.runtime.checkpoint.load import extra_of, random_state, restoring, step_of, wanted_of
+from meshwright.runtime.tensor_files import TensorFile
 from tests.helpers.models import ALL
 from tests.helpers.prepared import planned
 from tests.helpers.ranks import run_ranks
@@ -239,7 +240,6 @@ def _load_wrong(rank: int, folder: Path, damaged: Path) -> dict[str, tuple[str, 
     sgd = torch.optim.SGD(pm.parameters(), lr=0.1)
     stranger = torch.optim.AdamW([nn.Parameter(torch.ones(3))], lr=0.1)
     found = {
-        "damaged": _refused(lambda: pm.load_checkpoint(damaged, optimizer)),
         "nothing": _refused(lambda: pm.load_checkpoint(folder / "nowhere", optimizer)),
         "step": _refused(lambda: pm.load_checkpoint(folder, optimizer, step=3)),
         "kind": _refused(lambda: pm.load_checkpoint(folder, sgd)),
@@ -254,6 +254,12 @@ def _load_wrong(rank: int, folder: Path, damaged: Path) -> dict[str, tuple[str, 
     assert pm.load_checkpoint(folder / "nowhere", optimizer, optional=True).path is None
     assert all(torch.equal(t, before[n]) for n, t in pm.full_state_dict().items()) and not optimizer.state
     assert not (folder / "new").exists()
+    found["damaged"] = _refused(lambda: pm.load_checkpoint(damaged, optimizer))
+    found["run"] = _refused(lambda: pm.step(ALL[NAME].batch()))
+    pm.load_checkpoint(folder, optimizer)
+    pm.step(ALL[NAME].batch())
+    other = start(NAME, planned(NAME, (2,), "tp"), model=ALL[NAME].model(seed=3))  # reads parts of boxes: checked before
+    found["parts"] = _refused(lambda: other.load_checkpoint(damaged))
     return found
 
 
@@ -261,11 +267,15 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank_and_nothing_cha
     folder, damaged = saved[0], _copy(saved, tmp_path)
     text = bytearray((damaged / "rank-00001.safetensors").read_bytes())
     text[-1] ^= 1
+    with TensorFile(damaged / "rank-00001.safetensors") as file:
+        for stored in file.tensors.values():
+            text[stored.start] ^= 1
     (damaged / "rank-00001.safetensors").write_bytes(text)
     first, second = run_ranks(2, _load_wrong, folder, damaged)
+    for rank in (first, second):
+        kind, message = rank.pop("damaged")
+        assert kind == "FormatError" and "rank-00001.safetensors is damaged" in message
     assert first == second
-    kind, message = first.pop("damaged")
-    assert kind == "FormatError" and "rank-00001.safetensors is damaged" in message
     assert all("\n" not in message for _, message in first.values())
     for name, text in {
         "nothing": "holds no checkpoint",
@@ -277,6 +287,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank_and_nothing_cha
         "keep": "at least 1",
         "file": "cannot be written",
         "again": "there already",
+        "run": "a damaged checkpoint was read",
+        "parts": "rank-00001.safetensors is damaged",
     }.items():
         assert text in first[name][1]
 
