@@ -18,11 +18,28 @@ from meshwright.planner.ir.mesh import Cluster
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.repeat import Folded
 from meshwright.planner.solve.memory import OPTIMIZER_BYTES
-from meshwright.planning import IN_STAGES, Request, capture_call, model_name, plan_capture
+from meshwright.planner.solve.strategies import IN_STAGES
+from meshwright.planning import Request, capture_call, model_name, plan_capture
 from meshwright.report.units import format_bytes, format_seconds
 from meshwright.target import target_of
 
-SIMPLEST = ("ddp", "zero1", "zero2", "zero3", "hsdp", "tp", "pipeline", "model_parallel", "ddp+pipeline", "3d", "auto")
+SIMPLEST = (
+    "ddp",
+    "data_parallel",
+    "zero1",
+    "zero2",
+    "zero3",
+    "hsdp",
+    "tp",
+    "tp-sp",
+    "tp+sp",
+    "zero1+tp",
+    "pipeline",
+    "model_parallel",
+    "ddp+pipeline",
+    "3d",
+    "auto",
+)
 """Strategies, those that ask the least of the user and of the network first: they win ties."""
 
 TIE = 0.02
@@ -30,11 +47,15 @@ TIE = 0.02
 
 _MERITS = {
     "ddp": "every device keeps the whole model and only gradients travel",
+    "data_parallel": "one device hands out parameters and batch for every call",
     "zero1": "the optimizer's state is sharded and the parameters are whole while they are used",
     "zero2": "gradients and the optimizer's state are sharded and the parameters are whole while they are used",
     "zero3": "all state is sharded and parameters are gathered for each use",
     "hsdp": "state is sharded inside each node and replicated across nodes",
     "tp": "layers themselves are cut over the devices of a node, and nothing of them is ever gathered",
+    "tp+sp": "as tp, with activations sharded along the sequence where layers are not cut",
+    "tp-sp": "as tp, with activations whole where layers are not cut",
+    "zero1+tp": "layers are cut over the devices of a node, and copies with sharded optimizer state divide the batch",
     "pipeline": "each device keeps only its stage, and only activations between stages travel",
     "model_parallel": "each device keeps only its stage, one at work at a time",
     "ddp+pipeline": "stages divide the model, and copies of each divide the batch",
@@ -214,8 +235,8 @@ def _option(name: str, found: Tried, limit: int, fastest_s: float) -> Option:
         return Option(name, False, None, None, None, (), f"cannot be used: {found}")
     if isinstance(found, InfeasibleError):
         return Option(name, False, None, found.needed_bytes, None, (), _too_much(found, limit))
-    moved = sum(c.count * c.bytes for c in found.collectives)
     predicted = found.predicted
+    moved = predicted.moved_bytes or sum(c.count * c.bytes for c in found.collectives)
     return Option(name, True, predicted.step_time_s, predicted.peak_memory_bytes, moved, found.mesh.sizes, _why(found, fastest_s))
 
 
@@ -236,7 +257,9 @@ def _why(plan: Plan, fastest_s: float) -> str:
     for c in plan.collectives:
         kinds[f"{c.kind} over {plan.links[c.axis]}"] = kinds.get(f"{c.kind} over {plan.links[c.axis]}", 0.0) + c.count * c.time_s
     busiest = max(kinds, key=kinds.__getitem__) if kinds else ""
-    told = f", most communication {busiest} ({format_seconds(kinds[busiest])})" if busiest else ", no communication"
+    told = f", most communication {busiest} ({format_seconds(kinds[busiest])})" if busiest else ""
+    if not busiest:
+        told = f", {format_bytes(p.moved_bytes)} moved by the busiest device" if p.moved_bytes else ", no communication"
     if p.step_time_s <= (1 + TIE) * fastest_s:
         return f"as fast as any: {parts}{told}"
     return f"{p.step_time_s / fastest_s - 1:.0%} slower than the fastest: {parts}{told}"

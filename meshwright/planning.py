@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,23 +19,23 @@ from meshwright.planner import search
 from meshwright.planner.correspond import Unlike
 from meshwright.planner.expand import expanded
 from meshwright.planner.ir import errors
-from meshwright.planner.ir.errors import InputError, MeshwrightError, RuntimeMismatchError
+from meshwright.planner.ir.errors import InfeasibleError, InputError, MeshwrightError, RuntimeMismatchError
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.pipeline import SCHEDULES
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.recompute import LEVELS
 from meshwright.planner.ir.spec import parse_placements
 from meshwright.planner.meshes import LogicalMesh, MeshRequest, finer, logical_meshes
+from meshwright.planner.one_controller import controlled
 from meshwright.planner.pipelined import PipelineRequest, resolved, with_pipeline
 from meshwright.planner.repeat import Folded, capture_folded
 from meshwright.planner.solve.memory import usable_bytes
+from meshwright.planner.solve.strategies import IN_STAGES, strategy_named
 from meshwright.report.units import parse_bytes
 from meshwright.target import Target
 
 PRECISIONS = (None, "bf16-mixed")
 ON_MISSING_RULE = ("replicate", "error")
-IN_STAGES = ("pipeline", "model_parallel")
-"""Strategies that cut the program into stages: over all devices, unless ``degrees`` or a mesh axis named ``pp`` say how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class Request:
 
     def options(self, model: str, progress: debug.Progress | None) -> search.Options:
         return search.Options(
-            strategy="auto" if self.strategy in IN_STAGES else self.strategy,
+            strategy=IN_STAGES.get(self.strategy, self.strategy),
             memory_limit_bytes=None if self.memory_limit is None else parse_bytes(self.memory_limit),
             optimizer=self.optimizer,
             pins=dict(self.pins or {}),
@@ -121,9 +122,13 @@ class Request:
         """
         axis, strategy = target.pipeline_axis, self.strategy
         by_axis = target.mesh.sizes[axis] if axis is not None else None
-        degree = (self.degrees or {}).get("pp", by_axis or (target.mesh.num_devices if strategy in IN_STAGES else 1))
+        degree = (self.degrees or {}).get("pp", by_axis or (self._usual_stages(target) if strategy in IN_STAGES else 1))
         if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
             raise InputError(f"degree pp={degree!r} must be a whole number of devices, at least 1")
+        if strategy_named(IN_STAGES.get(strategy, strategy)).one_controller and (
+            degree > 1 or self.micro_batches not in (None, 1)
+        ):
+            raise InputError(f"strategy {strategy!r} has neither stages nor micro-batches: use 'ddp' or 'ddp+pipeline'")
         if degree == 1 and self.micro_batches in (None, 1) and by_axis is None:
             if self.schedule is not None or self.stages_per_rank not in (None, 1):
                 raise InputError("schedule and stages_per_rank are for pipeline stages: say how many with degrees={'pp': ...}")
@@ -133,6 +138,15 @@ class Request:
                 raise InputError("strategy 'model_parallel' runs one micro-batch by schedule 'naive': use strategy 'pipeline'")
             return PipelineRequest(degree, "naive", 1, 1)
         return PipelineRequest(degree, self.schedule, self.micro_batches, self.stages_per_rank)
+
+    def _usual_stages(self, target: Target) -> int:
+        """How many stages a strategy has where nobody says: what the other degrees leave, else all devices if it has stages alone, else
+        two, so that the others are left to shard the batch."""
+        devices = target.mesh.num_devices
+        others = math.prod(n for n in (self.degrees or {}).values() if isinstance(n, int) and n > 0)
+        if self.strategy in ("pipeline", "model_parallel"):
+            return max(1, devices // others)
+        return next((n for n in range(2, devices + 1) if devices % n == 0), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +224,9 @@ def plan_capture(
     if stages is None:
         plan = _plan_whole(captured, target, request, model, tell)
     else:
-        plan = _plan_in_stages(captured, target, request, stages, model, tell)
+        plan = _plan_in_enough_stages(captured, target, request, stages, model, tell)
+    if strategy_named(IN_STAGES.get(request.strategy, request.strategy)).one_controller:
+        plan = controlled(plan, captured.at(plan.recompute).whole_view, target.topology.hardware(plan.mesh))
     started = time.perf_counter()
     plan = plan.described(captured.at(plan.recompute).whole_view)
     recompute_s = times.get("recompute_s", 0.0) + plan.solver.get("recompute_s", 0.0)
@@ -231,6 +247,31 @@ def _plan_whole(captured: Folded, target: Target, request: Request, model: str, 
     return replace(found, notes=(*found.notes, *captured.notes, *notes))
 
 
+def _plan_in_enough_stages(
+    captured: Folded, target: Target, request: Request, stages: PipelineRequest, model: str, tell: debug.Progress
+) -> Plan:
+    """With more stages than asked for where nobody asked for a number and the strategy does not fit: the first that does."""
+    devices, found = target.mesh.num_devices, list[InfeasibleError]()
+    is_free = request.strategy in IN_STAGES and target.pipeline_axis is None and "pp" not in (request.degrees or {})
+    others = math.prod((request.degrees or {}).values())
+    more = [n for n in range(stages.degree + 1, devices // others + 1) if devices % (n * others) == 0] if is_free else []
+    for degree in (stages.degree, *more):
+        try:
+            return _plan_in_stages(captured, target, request, replace(stages, degree=degree), model, tell)
+        except InfeasibleError as e:
+            found.append(e)
+    raise min(found, key=lambda e: e.needed_bytes or math.inf)
+
+
+def _usual_degrees(request: Request, inside: Target) -> Request:
+    """``3d`` has tensor parallelism over as many devices of a node as leave two for the batch, unless degrees say otherwise."""
+    devices, said = inside.mesh.num_devices, {k: n for k, n in (request.degrees or {}).items() if k != "pp"}
+    if request.strategy != "3d" or said or request.logical_mesh is not None or request.respect_axis_names or devices == 1:
+        return request
+    fitting = [t for t in range(2, devices) if devices % t == 0 and inside.topology.inside((devices // t, t), 1)]
+    return replace(request, degrees={"dp": devices // max(fitting), "tp": max(fitting)}) if fitting else request
+
+
 def _plan_in_stages(
     captured: Folded, target: Target, request: Request, stages: PipelineRequest, model: str, tell: debug.Progress
 ) -> Plan:
@@ -239,7 +280,12 @@ def _plan_in_stages(
     stages = resolved(stages, captured.whole_view, inside.mesh.num_devices)
     device = target.topology.device
     limit = usable_bytes(device) if request.memory_limit is None else parse_bytes(request.memory_limit)
-    of_stage = replace(request, memory_limit=limit * stages.degree, alternatives=False, micro_batches=stages.micro_batches)
+    of_stage = replace(
+        _usual_degrees(request, inside),
+        memory_limit=limit * stages.degree,
+        alternatives=False,
+        micro_batches=stages.micro_batches,
+    )
     plan = _plan_whole(captured, inside, of_stage, model, tell)
     tell("cut stages")
     started = time.perf_counter()

@@ -233,7 +233,7 @@ class OnMesh:
 
     def tables_for(self, name: str) -> Tables:
         """The problem of a strategy: where all that computes follows the batch over an axis, with those rows alone there."""
-        follows = tuple(rule.compute == "follows batch" for rule in strategy_named(name).rules(self.mesh))
+        follows = tuple(rule.compute == "follows batch" for rule in strategy_named(name).rules(self.mesh, self.where.rules))
         if follows not in self._built:
             with self.program.clock.phase("build"):
                 self._built[follows] = self._tables(self.program.clusters, self._class_of, self._following(follows))
@@ -302,7 +302,9 @@ class OnMesh:
         """What is demanded, by name: the strategy, the pins, what the axes are for."""
         parts, strategy = [], strategy_named(name)
         if strategy.name != "auto":
-            parts.append((f"strategy {strategy.name!r}", restrict(tables, strategy.rules(self.mesh), strategy.name)))
+            parts.append(
+                (f"strategy {strategy.name!r}", restrict(tables, strategy.rules(self.mesh, self.where.rules), strategy.name))
+            )
         by_pattern: dict[str, dict[int, tuple[Pin, ...]]] = {}
         for cluster, pins in self.pins.items():
             for pin in pins:

@@ -31,6 +31,7 @@ from meshwright.planner.solve.diagnose import WHAT_TO_DO, size_text
 from meshwright.planner.solve.strategies import strategy_named
 from meshwright.planner.stage_cuts import Profile, choose_cuts, places_of, profile
 from meshwright.planner.stage_memory import rank_memory
+from meshwright.planner.traffic import moved_bytes
 
 MOST_MICRO_BATCHES_PER_STAGE = 4
 """With so many micro-batches per rank the pipeline idles at most a fifth of the time; more make kernels small."""
@@ -181,6 +182,7 @@ class Uncut:
         return [{k: int(p[at]) for k, p in found.items() if p[at] > 0} for at in fullest]
 
     def _predicted(self, staged: Plan) -> Prediction:
+        assert staged.pipeline is not None
         before, step = self.plan.predicted, simulated(staged, self.profile, self.link)
         slowest, once_s = max(step.busy_s), max(self._once_s(staged))
         scale = slowest / before.step_time_s if before.step_time_s else 0.0
@@ -192,6 +194,7 @@ class Uncut:
             memory_bytes=max(
                 rank_memory(staged, self.graph, step.peak_bytes, self._beside(staged)), key=lambda m: sum(m.values())
             ),
+            moved_bytes=moved_bytes(staged.pipeline, self.profile, self.plan.collectives),
         )
 
     def _once_s(self, staged: Plan) -> list[float]:

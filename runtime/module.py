@@ -22,6 +22,7 @@ from meshwright.runtime.dtensor import local_of
 from meshwright.runtime.inputs import call_of_batch, describe_call
 from meshwright.runtime.library import Demand, ProgramLibrary
 from meshwright.runtime.mesh import broadcast_object, check_mesh, device_of, logical_mesh, mesh_shape
+from meshwright.runtime.one_controller import OneController
 from meshwright.runtime.params import fill_tree, place_state, resting_placements
 from meshwright.runtime.pipeline import PipelineModule, build_pipeline
 from meshwright.runtime.programs import BoundProgram, Replan, check_plan
@@ -50,6 +51,7 @@ class ParallelModule(Checkpointed):
         super().__init__()
         self.plan, self.device_mesh = plan, library.mesh
         self._library, self._outputs = library, outputs
+        self._controller = OneController(library.mesh) if plan.one_controller else None
         rests = library.rests
         state = place_state(model, rests, library.mesh)
         fill_tree(self, model, state)
@@ -77,8 +79,11 @@ class ParallelModule(Checkpointed):
         program, is_new = self._library.find(demand, leaves, (args, kwargs))
         if is_new:
             self._check_first_call(program, leaves)
+        if self._controller is not None:
+            self._controller.hand_out_parameters(parameters.values())
         results = self._run(program, leaves, parameters, wants_grad)
-        return program.structure(results, whole=self._outputs == "full")
+        output = program.structure(results, whole=self._outputs == "full")
+        return output if self._controller is None else self._controller.collect(output)
 
     def step(self, batch: Any) -> torch.Tensor:
         """Forward and backward of one batch; gradients are added to ``.grad``. The same call trains a model in pipeline stages.
@@ -121,17 +126,14 @@ class ParallelModule(Checkpointed):
     def _check_first_call(self, program: BoundProgram, leaves: Mapping[str, Any]) -> None:
         """Compare the first batch of a program on all ranks; collective."""
         facts: dict[str, Any] = {"call": {path: str(leaf) for path, leaf in program.call.items()}}
-        if self._library.batch == "global":
+        if self._library.batch == "global" and self._controller is None:
             facts.update((f"batch {path}", batch_fingerprint(leaves[path])) for path in program.inputs)
         agree(facts, self.device_mesh, "first call")
 
     def _run(
         self, program: BoundProgram, leaves: Mapping[str, Any], parameters: Mapping[str, Any], wants_grad: bool
     ) -> tuple[torch.Tensor, ...]:
-        given = {
-            value: program.piece(value, leaves[path].detach()) if self._library.batch == "global" else self._piece(leaves[path])
-            for path, value in program.inputs.items()
-        }
+        given = {value: self._given(program, value, leaves[path]) for path, value in program.inputs.items()}
         buffers = self._tree.buffers()
         flat = [self._argument(program, name, given, parameters, buffers) for name in program.local.inputs]
         count = len(program.local.mutations)
@@ -150,7 +152,12 @@ class ParallelModule(Checkpointed):
                 buffers[name].copy_(new)
         return results
 
-    def _piece(self, leaf: torch.Tensor) -> torch.Tensor:
+    def _given(self, program: BoundProgram, value: str, leaf: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of a batch input."""
+        if self._controller is not None:
+            return self._controller.hand_out(leaf, program.plan.inputs[value])
+        if self._library.batch == "global":
+            return program.piece(value, leaf.detach())
         return leaf.detach().to(device_of(self.device_mesh)).contiguous()
 
     def _argument(

@@ -88,7 +88,8 @@ class Collective:
     """One collective that the plan predicts: ``count`` equal ones.
 
     Attributes:
-        kind: ``all_gather``, ``all_reduce``, ``reduce_scatter`` or ``all_to_all``.
+        kind: ``all_gather``, ``all_reduce``, ``reduce_scatter`` or ``all_to_all``; ``broadcast``, ``scatter`` and ``gather`` of one
+            controller.
         axis: index of the mesh axis it runs over.
         bytes: bytes of the larger of the local input and the local output.
         time_s: predicted seconds of one.
@@ -131,6 +132,7 @@ class Prediction:
         step_time_s: the whole step: exposed, plus the longer of compute and hidden, phase by phase.
         memory_bytes: bytes at the peak by category: ``parameters``, ``gradients``, ``optimizer``, ``activations``, ...
         peak_at: the op that runs at the peak; ``""`` where it is not known.
+        moved_bytes: with stages, what the busiest device sends or receives per step, inside its stages and over their boundaries.
     """
 
     compute_s: float
@@ -139,6 +141,7 @@ class Prediction:
     step_time_s: float
     memory_bytes: Mapping[str, int]
     peak_at: str = ""
+    moved_bytes: int = 0
 
     @property
     def peak_memory_bytes(self) -> int:
@@ -282,6 +285,8 @@ class Plan:
         recompute: what the backward computes again: ``graph_hash`` is that of the program in which it does.
         kept: value made from one parameter alone to the placements that all its readers find it in: it is brought there once per
             optimizer step and kept for the whole of it (ZeRO-1 and 2). The path there is listed with phase ``"kept"``.
+        one_controller: whether the mesh's first device hands out batch and parameters for every call and gathers the outputs (data
+            parallelism as ``torch.nn.DataParallel`` does it).
     """
 
     graph_hash: str
@@ -315,6 +320,7 @@ class Plan:
     pipeline: Pipeline | None = None
     recompute: Recompute = field(default_factory=Recompute)
     kept: Mapping[str, Placements] = field(default_factory=dict)
+    one_controller: bool = False
     schema_version: int = SCHEMA_VERSION
 
     @cached_property
@@ -333,6 +339,8 @@ class Plan:
             does["recompute"] = data["recompute"]
         if self.kept:
             does["kept"] = data["kept"]
+        if self.one_controller:
+            does["one_controller"] = True
         return hashlib.sha256(json.dumps(does, sort_keys=True).encode()).hexdigest()
 
     @cached_property
@@ -375,6 +383,7 @@ class Plan:
             "pipeline": None if self.pipeline is None else self.pipeline.to_json_dict(),
             "recompute": self.recompute.to_json_dict(),
             "kept": {k: format_placements(v) for k, v in self.kept.items()},
+            **({"one_controller": True} if self.one_controller else {}),
         }
 
     def to_json(self) -> str:

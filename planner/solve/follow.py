@@ -19,13 +19,14 @@ from meshwright.planner.solve.candidates import even
 _GATHER, _REDUCE, _EXCHANGE, _SLICE = 1.0, 1.0, 1.5, 1e-3
 
 
-def rows_following_batch(clusters: ClusterGraph, batch: int, size: int) -> tuple[ClusterRow, ...]:
+def rows_following_batch(clusters: ClusterGraph, batch: int, size: int, dim: int = 0) -> tuple[ClusterRow, ...]:
     """The row of every cluster over one axis of ``size`` devices that shards the batch.
 
     Args:
         clusters: in execution order.
-        batch: length of dim 0 of the batch inputs.
+        batch: length of dim ``dim`` of the batch inputs.
         size: devices along the axis.
+        dim: 0 for samples, 1 for the sequence.
     """
     made: dict[str, Placement] = {}
     chosen: list[ClusterRow] = []
@@ -36,7 +37,7 @@ def rows_following_batch(clusters: ClusterGraph, batch: int, size: int) -> tuple
         for k, v in enumerate(c.outs)
     }
     for cluster in clusters.clusters:
-        row = _at_rest(cluster, batch, size) if cluster.source is not None else _cheapest(cluster, made, parameters, size)
+        row = _at_rest(cluster, batch, size, dim) if cluster.source is not None else _cheapest(cluster, made, parameters, size)
         chosen.append(row)
         made.update((v.name, p) for v, p in zip(cluster.outs, row.outs, strict=True))
     return tuple(chosen)
@@ -50,12 +51,12 @@ def whole_placements(cluster: Cluster, slot: int) -> frozenset[Placement]:
     return frozenset({R, *(row.outs[slot] for row in cluster.rows if row.rest == R and not row.outs[slot].is_partial)})
 
 
-def _at_rest(cluster: Cluster, batch: int, size: int) -> ClusterRow:
-    """Batch inputs are cut along dim 0, everything else is whole."""
+def _at_rest(cluster: Cluster, batch: int, size: int, dim: int) -> ClusterRow:
+    """Batch inputs are cut along ``dim``, everything else is whole."""
     assert cluster.source is not None
     value = cluster.source.value
-    cut = cluster.source.role == "input" and bool(value.shape) and value.shape[0] == batch
-    wanted = S(0) if cut else R
+    cut = cluster.source.role == "input" and len(value.shape) > dim and value.shape[dim] == batch
+    wanted = S(dim) if cut else R
     fits = [row for row in cluster.rows if row.rest == wanted and _is_even(cluster.outs, row.outs, size)]
     return fits[0] if fits else cluster.rows[0]
 

@@ -14,16 +14,21 @@ hsdp     sharded over all axes            last axis: as zero3; others: replicate
 tp       last axis: whole; others: as ddp last axis: sharded wherever the ops can use it   never gathered
 zero1+tp last axis: whole; others: zero1  last axis: as tp; others: as zero1               kept whole over the others
 ======== ================================ ================================================ =======================
+
+``data_parallel`` is ddp run by one controller. ``tp`` shards activations between the layers that it cuts along the sequence where that is
+faster; ``tp+sp`` everywhere it can, ``tp-sp`` nowhere. Strategies in pipeline stages are one of these inside every stage
+(:data:`IN_STAGES`). An axis that the user's degrees give to tensor or context parallelism has that in any strategy.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshwright.planner.ir.cluster import ClusterRow
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.graph import GraphInput, OpGraph
 from meshwright.planner.ir.mesh import MeshShape
@@ -47,6 +52,8 @@ class AxisRule:
         keep: what is gathered of parameters that are sharded at rest: ``"kept"`` for the whole step, ``"never"`` kept, or ``"free"``.
             A frozen parameter has nothing that is worth sharding then, and rests whole under ``"kept"``.
         compute: ``"follows batch"`` (see :mod:`meshwright.planner.solve.follow`) or ``"free"``.
+        sequence: ``"whole"`` (no op works on a piece of the sequence), ``"sharded"`` (every op that can, where the alternative is to
+            work on the whole) or ``"free"``.
     """
 
     batch: str = "free"
@@ -54,6 +61,7 @@ class AxisRule:
     use: str = "free"
     compute: str = "free"
     keep: str = "free"
+    sequence: str = "free"
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,7 @@ class Strategy:
             data axes. Where it shards the batch it is a data axis too, and always the last: the one inside a node.
         aliases: other names.
         compared: whether it is solved beside every plan for comparison.
+        one_controller: whether the first device hands out batch and parameters for every call, see ``Plan.one_controller``.
         whole_gradients: whether gradients of kept parameters are summed whole over micro-batches, see ``Pipeline.whole_gradients``.
     """
 
@@ -77,17 +86,32 @@ class Strategy:
     model: AxisRule | None = None
     aliases: tuple[str, ...] = ()
     compared: bool = True
+    one_controller: bool = False
     whole_gradients: bool = False
 
-    def rules(self, mesh: MeshShape) -> tuple[AxisRule, ...]:
-        """The rule of every axis of ``mesh``; an axis named for tensor parallelism is the model axis, if there is one."""
+    def rules(self, mesh: MeshShape, uses: Sequence[AxisRule] = ()) -> tuple[AxisRule, ...]:
+        """The rule of every axis of ``mesh``; an axis named for tensor parallelism is the model axis, if there is one.
+
+        Args:
+            mesh: the logical mesh.
+            uses: what the user wants each axis for: one for tensor or context parallelism is no data axis, whatever the strategy.
+        """
         active = [a for a, n in enumerate(mesh.sizes) if n > 1]
         rules = [self.data] * mesh.num_axes
         if self.model is not None and active:
             is_model = self.model.batch != "sharded"
             named = [a for a in active if is_model and AXIS_NAMES.get(mesh.names[a]) is _MODEL_AXIS]
             rules[(named or active)[-1]] = self.model
-        return tuple(rules)
+        return tuple(_used(rule, use) for rule, use in zip(rules, uses or [AxisRule()] * mesh.num_axes, strict=True))
+
+
+def _used(rule: AxisRule, use: AxisRule) -> AxisRule:
+    """A strategy's rule on an axis that the user wants for something."""
+    if rule.batch == "sharded" and use.batch == "whole":
+        return _IN_PLACE
+    if rule.batch == "sharded" and use.batch == "sequence only":
+        return replace(rule, batch="sequence only", compute="free")
+    return rule
 
 
 _REPLICAS = AxisRule(batch="sharded", rest="whole", use="whole", compute="follows batch")
@@ -101,6 +125,13 @@ STRATEGIES: Mapping[str, Strategy] = {
     for s in (
         Strategy("auto", "the fastest plan that fits"),
         Strategy("ddp", "replicated parameters, sharded batch", _REPLICAS),
+        Strategy(
+            "data_parallel",
+            "as ddp, but the first device hands out batch and parameters for every call: for comparison",
+            _REPLICAS,
+            compared=False,
+            one_controller=True,
+        ),
         Strategy(
             "zero1",
             "optimizer state sharded, parameters gathered and gradients scattered once per step",
@@ -127,11 +158,28 @@ STRATEGIES: Mapping[str, Strategy] = {
             _IN_PLACE,
         ),
         Strategy(
+            "tp+sp",
+            "as tp, activations sharded along the sequence between the layers that are cut",
+            _REPLICAS,
+            replace(_IN_PLACE, sequence="sharded"),
+            compared=False,
+        ),
+        Strategy(
+            "tp-sp",
+            "as tp, activations whole between the layers that are cut",
+            _REPLICAS,
+            replace(_IN_PLACE, sequence="whole"),
+            compared=False,
+        ),
+        Strategy(
             "zero1+tp", "zero1 over the batch, tensor parallelism inside", _KEPT, _IN_PLACE, compared=False, whole_gradients=True
         ),
     )
     for name in (s.name, *s.aliases)
 }
+
+IN_STAGES: Mapping[str, str] = {"pipeline": "auto", "model_parallel": "auto", "ddp+pipeline": "ddp", "3d": "zero1+tp"}
+"""Strategies that cut the program into pipeline stages, and the strategy inside each stage."""
 
 # What degrees are called, and axis names taken as the user's hint of use when respect_axis_names=True.
 _DATA_AXIS = AxisRule(batch="batch only", use="whole")
@@ -184,6 +232,7 @@ def restrict(tables: Tables, rules: Sequence[AxisRule], name: str) -> Restrictio
     work.rest()
     work.use()
     work.compute()
+    work.sequence()
     return Restriction(work.allowed, work.arcs, work.avoid, tuple(work.notes))
 
 
@@ -327,6 +376,43 @@ class _Work:
                     mask |= np.array([(c.rows[axis].ins, c.rows[axis].outs) == row for c in self.tables.candidates[choice]])
                 if (mask & self.allowed.get(choice, mask)).any():
                     self._keep(choice, mask)
+
+    def sequence(self) -> None:
+        """Forbid the rows that follow the samples, and those that follow the sequence, or avoid work on the whole of it."""
+        batch, length = batch_length(self.tables.graph), sequence_length(self.tables.graph)
+        for axis in self._axes("sequence", "whole", "sharded") if batch is not None and length is not None else ():
+            assert batch is not None and length is not None
+            size, clusters = self.tables.mesh.sizes[axis], self.tables.clusters
+            samples = rows_following_batch(clusters, batch[1], size)
+            along = rows_following_batch(clusters, length, size, dim=1)
+            for choice, members in enumerate(self.tables.members):
+                cut = {(along[i].ins, along[i].outs) for i in members if _cuts(along[i])}
+                if self.tables.first(choice).source is not None or not cut:
+                    continue
+                over_axis = [(row.ins, row.outs) for row in (c.rows[axis] for c in self.tables.candidates[choice])]
+                others = {(samples[i].ins, samples[i].outs) for i in members if _cuts(samples[i])} - cut
+                if self.rules[axis].sequence == "whole":
+                    others |= cut
+                else:
+                    self._avoid(choice, np.array([not _cuts(c.rows[axis]) for c in self.tables.candidates[choice]]))
+                mask = np.array([row not in others for row in over_axis])
+                if (mask & self.allowed.get(choice, mask)).any():
+                    self._keep(choice, mask)
+
+    def _avoid(self, choice: int, whole: np.ndarray) -> None:
+        """Avoid some candidates, if others are left."""
+        if (self.allowed.get(choice, ~whole) & ~whole).any():
+            self.avoid[choice] = whole
+
+
+def _cuts(row: ClusterRow) -> bool:
+    """Whether a row works on pieces of anything."""
+    return any(p.is_shard for p in (*row.ins, *row.outs))
+
+
+def sequence_length(graph: OpGraph) -> int | None:
+    """Length along dim 1 of the first batch input that has two dims."""
+    return next((i.value.shape[1] for i in graph.inputs_of("input") if len(i.value.shape) > 1), None)
 
 
 def _rest(candidate: Candidate) -> Placements:
