@@ -33,7 +33,7 @@ class OneController:
         self.is_first = not any(coordinate_of(mesh))
 
     @torch.no_grad()
-    def hand_out_parameters(self, parameters: Iterable[DTensor]) -> None:
+    def hand_out_parameters(self, parameters: Iterable[Any]) -> None:
         """The first rank's values on every rank; collective."""
         for parameter in {id(p): p for p in parameters}.values():
             broadcast_tensor(local_of(parameter), self._mesh)

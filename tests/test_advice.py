@@ -56,7 +56,7 @@ def test_one_node_and_the_model_does_not_fit_gives_what_divides_it() -> None:
     # 6 layers of 4 MiB with gradients and AdamW: 96 MiB, under 64 MiB.
     found = advice(1024, 6, "1x4xH100", 256, limit="64MiB")
     assert not found.fits_one and found.largest_fits and found.best is not None
-    assert found.best.strategy in ("zero3", "tp", "pipeline", "zero1", "zero2")
+    assert found.best.strategy in ("zero3", "tp", "zero1+tp", "pipeline", "zero1", "zero2")
     assert "ddp" not in fitting(found)
     ddp = next(o for o in found.options if o.strategy == "ddp")
     assert "does not fit: it needs at least" in ddp.reason and ddp.memory_bytes > 64 << 20
@@ -100,6 +100,10 @@ def test_every_strategy_has_its_numbers_and_a_sentence() -> None:
         assert option.reason and "\n" not in option.reason
         assert not option.fits or (option.step_time_s and option.memory_bytes <= found.limit_bytes)
     assert json.loads(json.dumps(found.to_json_dict()))["best"] == found.best.strategy
+    by_name = {o.strategy: o for o in found.options}
+    assert {"data_parallel", "tp+sp", "tp-sp", "ddp+pipeline", "3d"} <= by_name.keys()
+    assert by_name["pipeline"].communication_bytes > 0, "what stages send counts"
+    assert "no input of the model has one" in by_name["tp+sp"].reason
     text = found.report(width=140)
     assert "Strategies, the best first" in text and found.best.strategy in text
 

@@ -117,7 +117,8 @@ def test_tp_never_gathers_a_parameter_and_shards_every_matrix(stack: Capture):
 
 def test_an_unknown_strategy_is_named_with_the_known_ones(stack: Capture):
     with pytest.raises(
-        InputError, match=r"strategy 'ddq' is unknown: use one of auto, ddp, zero1, zero2, zero3, fsdp, hsdp, tp, zero1\+tp"
+        InputError,
+        match=r"strategy 'ddq' is unknown: use one of auto, ddp, data_parallel, zero1, zero2, zero3, fsdp, hsdp, tp, tp\+sp, tp-sp, ",
     ):
         planned(stack, 2, strategy="ddq")
 

@@ -380,7 +380,13 @@ class _Work:
     def sequence(self) -> None:
         """Forbid the rows that follow the samples, and those that follow the sequence, or avoid work on the whole of it."""
         batch, length = batch_length(self.tables.graph), sequence_length(self.tables.graph)
-        for axis in self._axes("sequence", "whole", "sharded") if batch is not None and length is not None else ():
+        axes = self._axes("sequence", "whole", "sharded")
+        if axes and (batch is None or length is None):
+            raise InputError(
+                f"strategy {self.name!r} says how activations lie along the sequence, and no input of the model has one (token ids [batch, "
+                "sequence] or vectors [batch, sequence, width]): use 'tp'"
+            )
+        for axis in axes:
             assert batch is not None and length is not None
             size, clusters = self.tables.mesh.sizes[axis], self.tables.clusters
             samples = rows_following_batch(clusters, batch[1], size)
@@ -411,8 +417,9 @@ def _cuts(row: ClusterRow) -> bool:
 
 
 def sequence_length(graph: OpGraph) -> int | None:
-    """Length along dim 1 of the first batch input that has two dims."""
-    return next((i.value.shape[1] for i in graph.inputs_of("input") if len(i.value.shape) > 1), None)
+    """Length along dim 1 of the first batch input of token ids [batch, sequence, ...] or vectors [batch, sequence, width]."""
+    shapes = ((i.value.shape, i.value.dtype.is_floating_point) for i in graph.inputs_of("input"))
+    return next((s[1] for s, is_float in shapes if (len(s) == 3 if is_float else len(s) > 1)), None)
 
 
 def _rest(candidate: Candidate) -> Placements:

@@ -49,7 +49,9 @@ def test_three_dimensions_equal_one_process():
     assert_equal_to_one_process(8, trials)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero1", pytest.param("zero2", marks=pytest.mark.slow), "zero3"]
+)
 def test_degrees_compose_with_any_strategy(strategy):
     trials = [strategy_trial("mlp", strategy, 8, {"pp": 2, "dp": 2, "tp": 2}, micro_batches=2)]
     assert shape(trials[0].plan) == (2, (2, 2))
