@@ -16,7 +16,7 @@ from meshwright.passes.base import dump, run_passes
 from meshwright.passes.bucket import BucketCollectives
 from meshwright.passes.cut_stages import COPIED, Stages, assign_stages
 from meshwright.passes.issue_first import IssueFirst
-from meshwright.passes.micro_batches import PrePass, time_nodes
+from meshwright.passes.micro_batches import PrePass, pre_pass, time_nodes
 from meshwright.passes.overlap import OverlapCollectives
 from meshwright.passes.program import LocalProgram
 from meshwright.passes.rewrite import RewriteForRank
@@ -178,7 +178,7 @@ class _Lowering:
                 holders[name] = (*holders.get(name, ()), g.index)
         return PipelineProgram(
             stages=(mine,),
-            before=PrePass(times, sorted(known)) if known else None,
+            before=pre_pass(joint, times, sorted(known)) if known else None,
             holders=holders,
             mutated_on={
                 r.name: pipeline.rank_of(r.stage) for r in roots if r.role == "mutation" and stages.kind[r.node] == "forward"

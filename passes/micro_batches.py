@@ -23,11 +23,43 @@ from meshwright.passes.overlap import is_wait
 from meshwright.passes.split import is_collective
 from meshwright.planner.ir.errors import VerifyError
 
-_COMBINE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
+Pieces = Sequence[torch.Tensor]
+
+
+def sum_over_time(pieces: Pieces) -> torch.Tensor:
+    """The sum of what every micro-batch brings."""
+    return _folded(torch.add, pieces)
+
+
+def max_over_time(pieces: Pieces) -> torch.Tensor:
+    """The element-wise maximum of what every micro-batch brings."""
+    return _folded(torch.maximum, pieces)
+
+
+def min_over_time(pieces: Pieces) -> torch.Tensor:
+    """The element-wise minimum of what every micro-batch brings."""
+    return _folded(torch.minimum, pieces)
+
+
+def gather_over_time(pieces: Pieces) -> torch.Tensor:
+    """What every micro-batch brings, one behind the other."""
+    return torch.cat(list(pieces), 0)
+
+
+def _folded(combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], pieces: Pieces) -> torch.Tensor:
+    total = pieces[0]
+    for piece in pieces[1:]:
+        total = combine(total, piece)
+    return total
+
+
+OVER_TIME: Mapping[str, Callable[[Pieces], torch.Tensor]] = {
+    "time.sum": sum_over_time,
+    "time.max": max_over_time,
+    "time.min": min_over_time,
+    "time.gather": gather_over_time,
 }
+"""What stands in a :class:`PrePass` for a collective along the axis of micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +76,10 @@ class OverTime:
     kind: str
     reduce: str
 
-    def combine(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What the collective would return, from what every micro-batch brings."""
-        if self.kind == "all_gather":
-            return torch.cat(list(pieces), 0)
-        total = pieces[0]
-        for piece in pieces[1:]:
-            total = _COMBINE[self.reduce](total, piece)
-        return total
+    @property
+    def combine(self) -> Callable[[Pieces], torch.Tensor]:
+        """Gives what the collective would return, from what every micro-batch brings."""
+        return OVER_TIME["time.gather" if self.kind == "all_gather" else f"time.{self.reduce}"]
 
 
 @dataclass(frozen=True)
@@ -128,42 +156,78 @@ def _starts_to_vary(node: fx.Node) -> bool:
     return cut or (placements is not None and bool(placements) and placements[0].is_shard)
 
 
+@dataclass(frozen=True)
 class PrePass:
     """Computes what all micro-batches must know beforehand.
 
     Attributes:
+        program: returns the results; in it, a function of :data:`OVER_TIME` stands where micro-batches are combined.
+        inputs: value names of its arguments: batch inputs, buffers and constants.
+        varying: names of its nodes that are computed for every micro-batch; the others once.
         results: names of the values that it finds.
-        inputs: value names of the inputs that it reads, by the names of their nodes.
     """
 
-    def __init__(self, times: TimeNodes, wanted: Sequence[fx.Node]):
-        self._times, self._wanted = times, tuple(wanted)
-        self.results = tuple(n.name for n in wanted)
+    program: fx.GraphModule
+    inputs: tuple[str, ...]
+    varying: tuple[str, ...]
+    results: tuple[str, ...]
 
     def __call__(self, inputs: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Run it.
 
         Args:
-            inputs: for every micro-batch, the local tensors of batch inputs, buffers and constants, by value name.
+            inputs: for every micro-batch, the local tensors of its arguments, by value name.
         """
-        made: dict[tuple[fx.Node, int], Any] = {}
-
-        def value(node: fx.Node, i: int) -> Any:
-            at = (node, i if node in self._times.varying else 0)
-            if at not in made:
-                made[at] = compute(node, at[1])
-            return made[at]
-
-        def compute(node: fx.Node, i: int) -> Any:
-            if node.op == "placeholder":
-                return inputs[i][node.meta["value"]]
-            if node in self._times.before:
-                over = self._times.before[node]
-                return over.combine([value(over.operand, j) for j in range(len(inputs))])
-            args = fx.node.map_arg(node.args, lambda a: value(a, i))
-            kwargs = fx.node.map_arg(node.kwargs, lambda a: value(a, i))
-            assert callable(node.target)
-            return node.target(*args, **kwargs)  # type: ignore[arg-type]
-
+        varying, names = set(self.varying), iter(self.inputs)
+        made: list[dict[fx.Node, Any]] = [{} for _ in inputs]
         with torch.no_grad():
-            return {node.name: value(node, 0) for node in self._wanted}
+            for node in self.program.graph.nodes:
+                if node.op == "output":
+                    return dict(zip(self.results, (made[0][n] for n in node.args[0]), strict=True))
+                name = next(names) if node.op == "placeholder" else ""
+                for i in range(len(inputs)):
+                    made[i][node] = made[0][node] if i and node.name not in varying else self._value(node, i, name, inputs, made)
+        raise AssertionError("a graph ends with its output")
+
+    def _value(
+        self,
+        node: fx.Node,
+        i: int,
+        name: str,
+        inputs: Sequence[Mapping[str, torch.Tensor]],
+        made: Sequence[Mapping[fx.Node, Any]],
+    ) -> Any:
+        if node.op == "placeholder":
+            return inputs[i][name]
+        if node.target in OVER_TIME.values():
+            return node.target([values[node.all_input_nodes[0]] for values in made])  # type: ignore[operator]
+        args = fx.node.map_arg(node.args, made[i].__getitem__)
+        kwargs = fx.node.map_arg(node.kwargs, made[i].__getitem__)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+
+def pre_pass(gm: fx.GraphModule, times: TimeNodes, wanted: Sequence[fx.Node]) -> PrePass:
+    """What finds the nodes ``wanted`` of a joint graph beforehand."""
+    needed = set(wanted)
+    for node in reversed(gm.graph.nodes):
+        if node in needed:
+            needed.update([times.before[node].operand] if node in times.before else node.all_input_nodes)
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    mine = [n for n in gm.graph.nodes if n in needed]
+    for node in mine:
+        if node.op == "placeholder":
+            new[node] = graph.placeholder(node.name)
+        elif node in times.before:
+            over = times.before[node]
+            new[node] = graph.create_node("call_function", over.combine, (new[over.operand],), name=node.name)
+        else:
+            new[node] = graph.node_copy(node, new.__getitem__)
+        new[node].meta.update(node.meta)
+    graph.output(tuple(new[n] for n in wanted))
+    return PrePass(
+        program=fx.GraphModule(gm, graph),
+        inputs=tuple(n.meta["value"] for n in mine if n.op == "placeholder"),
+        varying=tuple(new[n].name for n in mine if n in times.varying),
+        results=tuple(n.name for n in wanted),
+    )
