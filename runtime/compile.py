@@ -16,40 +16,35 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import standalone_compile
 
 from meshwright.passes.program import LocalProgram
-from meshwright.planner.ir.graph import Capture
 
 Runner = Callable[..., Sequence[torch.Tensor]]
 
 
-def compile_program(program: LocalProgram, capture: Capture) -> tuple[Runner, Runner | None]:
+def compile_program(program: LocalProgram, fake_mode: Any) -> tuple[Runner, Runner | None]:
     """Compile a rank's graphs; gives what ``program.forward`` and ``program.backward`` give.
 
     Args:
         program: on its device.
-        capture: whose fake mode the graphs' ``meta["val"]`` belong to.
+        fake_mode: that the graphs' ``meta["val"]`` belong to.
     """
-    forward = compile_module(program.forward, capture)
-    return forward, None if program.backward is None else compile_module(program.backward, capture)
+    forward = compile_module(program.forward, fake_mode)
+    return forward, None if program.backward is None else compile_module(program.backward, fake_mode)
 
 
-def compile_module(module: fx.GraphModule, capture: Capture) -> Runner:
-    """Compile one graph of a program; it is left as it is."""
-    return _compile(module, capture.fake_mode)
-
-
-def compiled_later(module: fx.GraphModule, capture: Capture) -> Runner:
+def compiled_later(module: fx.GraphModule, fake_mode: Any) -> Runner:
     """As :func:`compile_module`, at the first call: many training loops never make it."""
     compiled: list[Runner] = []
 
     def run(*args: Any) -> Sequence[torch.Tensor]:
         if not compiled:
-            compiled.append(compile_module(module, capture))
+            compiled.append(compile_module(module, fake_mode))
         return compiled[0](*args)
 
     return run
 
 
-def _compile(module: fx.GraphModule, fake_mode: Any) -> Runner:
+def compile_module(module: fx.GraphModule, fake_mode: Any) -> Runner:
+    """Compile one graph of a program; it is left as it is."""
     module = copy.deepcopy(module)  # Inductor rewrites what it is given
     examples = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     with tracing(TracingContext(fake_mode)):

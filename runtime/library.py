@@ -19,8 +19,15 @@ from meshwright.planner.ir.spec import Placements, format_placements
 from meshwright.runtime.checks import agree
 from meshwright.runtime.inputs import Call, CallBinder, difference, dtype_differences, key_of
 from meshwright.runtime.mesh import mesh_shape
-from meshwright.runtime.params import resting_placements, skeleton
-from meshwright.runtime.programs import BoundProgram, Replan, Request, bind_program
+from meshwright.runtime.params import skeleton
+from meshwright.runtime.programs import (
+    BoundProgram,
+    RankProgram,
+    Replan,
+    Request,
+    bind_program,
+    captured_program,
+)
 
 
 @dataclass(frozen=True)
@@ -110,16 +117,20 @@ class ProgramLibrary:
             VerifyError: the plan moves a parameter.
             RuntimeMismatchError: the ranks lowered it differently.
         """
-        for name, rest in resting_placements(capture.graph, plan).items():
+        return self.add_program(captured_program(capture, plan, self.mesh, self.binder, modes))
+
+    def add_program(self, program: RankProgram) -> BoundProgram:
+        """Bind and keep a program. Collective; raises as :meth:`add`."""
+        for name, rest in program.interface.rests.items():
             if name in self.rests and self.rests[name] != rest:
                 raise VerifyError(
                     f"the plan of a further program rests {name} in {format_placements(rest)}, "
                     f"but it lies in {format_placements(self.rests[name])}"
                 )
-        program = bind_program(capture, plan, self.mesh, self.binder, modes, batch=self.batch, compile=self._compile)
-        agree({"plan": plan.hash[:16], "collectives": program.local.sequence_hash[:16]}, self.mesh, "after lowering")
-        self._programs.append(program)
-        return program
+        bound = bind_program(program, self.mesh, batch=self.batch, compile=self._compile)
+        agree({"plan": bound.plan.hash[:16], "collectives": bound.local.sequence_hash[:16]}, self.mesh, "after lowering")
+        self._programs.append(bound)
+        return bound
 
     def find(
         self, demand: Demand, leaves: Mapping[str, Any], raw: tuple[tuple[Any, ...], dict[str, Any]]
@@ -186,7 +197,7 @@ class ProgramLibrary:
                     f"{path} was not in the first call, so with batch='local' its whole shape is unknown: pass batch='global', "
                     "or plan with a batch that has it"
                 )
-            for p, n in zip(first.plan.inputs[first.inputs[path]], mesh_shape(self.mesh).sizes, strict=True):
+            for p, n in zip(first.placements[first.inputs[path]], mesh_shape(self.mesh).sizes, strict=True):
                 if p.is_shard:
                     shape[p.dim] *= n
         return torch.empty(shape, dtype=leaf.dtype, device="meta").requires_grad_(wants_grad and leaf.requires_grad)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from meshwright.planner.ir.errors import InputError
-from meshwright.planner.ir.graph import Capture, loss_of
+from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.plan import Plan
 from meshwright.runtime.checkpoint.methods import Checkpointed
 from meshwright.runtime.checks import agree, batch_fingerprint
@@ -109,10 +109,7 @@ class ParallelModule(Checkpointed):
     def _loss_of(self, batch: Any) -> torch.Tensor:
         args, kwargs = call_of_batch(batch)
         output = self(*args, **kwargs)
-        graph = self._library.programs[0].capture.graph
-        loss = loss_of(graph)
-        index = next(i for i, o in enumerate(graph.outputs_of("output")) if o is loss)
-        return pytree.tree_leaves(output)[index]
+        return pytree.tree_leaves(output)[self._library.programs[0].interface.loss_index]
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """``torch.nn.utils.clip_grad_norm_`` of this module, for loops that also train models in pipeline stages.
@@ -178,19 +175,19 @@ class ParallelModule(Checkpointed):
             return given[value]
         if role == "seed":
             return torch.tensor(self._seeds.draw(), dtype=torch.int64, device=device_of(self.device_mesh))
-        return program.constants[value]
+        return program.source.constants[value]
 
     def _returns(
         self, program: BoundProgram, leaves: Mapping[str, Any], parameters: Mapping[str, Any]
     ) -> tuple[list[Return], list[torch.Tensor]]:
         returns, tensors = [], []
-        for i in program.capture.graph.inputs_of("parameter"):
-            if i.trainable and parameters[i.name].requires_grad:
-                returns.append(return_to_parameter(i.name, parameters[i.name]))
-                tensors.append(parameters[i.name])
+        for name in program.trained:
+            if parameters[name].requires_grad:
+                returns.append(return_to_parameter(name, parameters[name]))
+                tensors.append(parameters[name])
         for path, value in program.inputs.items():
             name = program.roles[value][1]
-            if leaves[path].requires_grad and name in program.gradient_placements:
+            if leaves[path].requires_grad and name in program.interface.gradients:
                 returns.append(return_to_input(program, name, value, whole=self._library.batch == "global"))
                 tensors.append(leaves[path])
         return returns, tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,18 +17,18 @@ from torch.utils import _pytree as pytree
 from meshwright.passes import lower
 from meshwright.passes.program import LocalProgram
 from meshwright.planner.ir.errors import InputError
-from meshwright.planner.ir.graph import Capture, GraphOutput
+from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.pipeline import Pipeline
 from meshwright.planner.ir.plan import Plan
-from meshwright.planner.ir.spec import Placements, even_local_shape, local_slice
-from meshwright.planner.ir.verify import parameter_behind
+from meshwright.planner.ir.spec import Placements, local_slice
 from meshwright.runtime.boxed import Boxed, boxed, in_a_list
 from meshwright.runtime.compile import compile_program, compiled_later
 from meshwright.runtime.device import use_device_kernels
 from meshwright.runtime.gather import gather_whole
 from meshwright.runtime.inplace import reduce_in_place
-from meshwright.runtime.inputs import Call, CallBinder, PlainLeaf, TensorLeaf
+from meshwright.runtime.inputs import Call, CallBinder
+from meshwright.runtime.interface import Interface, interface_of
 from meshwright.runtime.kept import KeptCopies
 from meshwright.runtime.mesh import coordinate_of, device_of, group_names, mesh_shape, torch_placements
 
@@ -63,6 +64,29 @@ LOWERING = threading.Lock()
 Replan = Callable[[Request], tuple[Capture, Plan]]
 
 
+@dataclass(frozen=True, eq=False)
+class RankProgram:
+    """One rank's program before it is made callable, whether it was captured here or read from files.
+
+    Attributes:
+        interface: what goes in and out.
+        plan: where everything lies.
+        constants: values of the constant placeholders by value name, on the rank's device.
+        lowered: the rank's graphs as passes made them, over process groups of the given names; new ones at each call.
+        fake_mode: that the graphs' fake values belong to.
+        restore: from the leaves of the model's output to the output.
+        structure: the form of the output, for those who want to write it.
+    """
+
+    interface: Interface
+    plan: Plan
+    constants: Mapping[str, torch.Tensor]
+    lowered: Callable[[Sequence[str]], LocalProgram]
+    fake_mode: Any
+    restore: Callable[[list[Any]], Any]
+    structure: Any
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """A user output of a program.
@@ -85,39 +109,63 @@ class BoundProgram:
     """A program that this rank can run.
 
     Attributes:
-        capture: what was captured; its graph is the global program.
-        plan: where everything lies.
+        source: what it was made from.
         local: this rank's graphs, on its device.
         mesh: what it is bound to.
-        modes: training mode of every module, in the order of ``modules()``.
         call: the call that it is for, as this rank passes it (pieces under ``batch="local"``).
-        inputs: path of each batch input to its value name.
         outputs: the user outputs, in the order of the output structure's leaves.
-        constants: values of the constant placeholders by value name.
-        trainable: FQNs of the parameters that it makes gradients for, aliases included.
         forward: callable of ``local.forward``; ``again`` likewise (compiled where asked).
         backward: likewise; takes its arguments in one list, which it empties, so that what was saved is freed on the way.
-        roles: role and name of every placeholder by value name.
-        gradient_placements: where each gradient ends, by its name.
         copies: gathered parameters that live until the parameters change.
     """
 
-    capture: Capture
-    plan: Plan
+    source: RankProgram
     local: LocalProgram
     mesh: DeviceMesh
-    modes: tuple[bool, ...]
     call: Call
-    inputs: Mapping[str, str]
     outputs: tuple[Output, ...]
-    constants: Mapping[str, torch.Tensor]
-    trainable: frozenset[str]
     forward: Callable[..., Sequence[torch.Tensor]]
     backward: Boxed | None
-    roles: Mapping[str, tuple[str, str]]
-    gradient_placements: Mapping[str, Placements]
     again: Callable[..., Sequence[torch.Tensor]] | None
     copies: KeptCopies
+
+    @property
+    def interface(self) -> Interface:
+        return self.source.interface
+
+    @property
+    def plan(self) -> Plan:
+        return self.source.plan
+
+    @property
+    def modes(self) -> tuple[bool, ...]:
+        """Training mode of every module, in the order of ``modules()``."""
+        return self.interface.modes
+
+    @property
+    def inputs(self) -> Mapping[str, str]:
+        """Path of each batch input to its value name."""
+        return self.interface.call
+
+    @cached_property
+    def placements(self) -> Mapping[str, Placements]:
+        """Where each input lies, by value name."""
+        return self.interface.placements
+
+    @cached_property
+    def roles(self) -> Mapping[str, tuple[str, str]]:
+        """Role and name of every placeholder by value name."""
+        return {i.value: (i.role, i.name) for i in self.interface.inputs}
+
+    @cached_property
+    def trained(self) -> tuple[str, ...]:
+        """FQNs of the parameters that it makes gradients for, one per tied group."""
+        return tuple(i.name for i in self.interface.of("parameter") if i.trainable)
+
+    @cached_property
+    def trainable(self) -> frozenset[str]:
+        """The same, aliases included."""
+        return frozenset(name for i in self.interface.of("parameter") if i.trainable for name in (i.name, *i.aliases))
 
     def run_forward(self, flat: Sequence[torch.Tensor], parameters: Mapping[str, Any]) -> list[torch.Tensor]:
         """New buffers, outputs and saved values; what is kept of parameters is gathered only where they have changed."""
@@ -137,12 +185,12 @@ class BoundProgram:
 
     def piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's contiguous piece of the batch input ``name``, on its device."""
-        piece = local_slice(whole, self.plan.inputs[name], mesh_shape(self.mesh).sizes, coordinate_of(self.mesh))
+        piece = local_slice(whole, self.placements[name], mesh_shape(self.mesh).sizes, coordinate_of(self.mesh))
         return piece.to(device_of(self.mesh)).contiguous()
 
     def structure(self, results: Sequence[torch.Tensor], *, whole: bool = False) -> Any:
         """The model's own output structure from the forward's results; ``whole`` gathers what is spread."""
-        return pytree.tree_unflatten([self._output(o, results, whole) for o in self.outputs], self.capture.out_spec)
+        return self.source.restore([self._output(o, results, whole) for o in self.outputs])
 
     def _output(self, out: Output, results: Sequence[torch.Tensor], whole: bool) -> Any:
         if out.index is None:
@@ -156,70 +204,51 @@ class BoundProgram:
         return gather_whole(spread) if whole else spread
 
 
-def bind_program(
-    capture: Capture,
-    plan: Plan,
-    mesh: DeviceMesh,
-    binder: CallBinder,
-    modes: tuple[bool, ...],
-    *,
-    batch: str,
-    compile: bool,
-) -> BoundProgram:
-    """Lower ``capture`` as ``plan`` says for this rank and make it callable.
+def captured_program(capture: Capture, plan: Plan, mesh: DeviceMesh, binder: CallBinder, modes: tuple[bool, ...]) -> RankProgram:
+    """The program of this rank, of a capture.
 
     Raises:
         InputError: the plan is for another program or another mesh.
     """
     check_plan(capture, plan, mesh_shape(mesh))
-    with LOWERING:
-        local = lower(capture, plan, coordinate_of(mesh), group_names(mesh), device=device_of(mesh))
-    local = use_device_kernels(local, device_of(mesh))
+
+    def lowered(groups: Sequence[str]) -> LocalProgram:
+        with LOWERING:
+            return lower(capture, plan, coordinate_of(mesh), groups, device=device_of(mesh))
+
+    return RankProgram(
+        interface=interface_of(capture, plan, binder, modes),
+        plan=plan,
+        constants=constants_of(capture, mesh),
+        lowered=lowered,
+        fake_mode=capture.fake_mode,
+        restore=partial(pytree.tree_unflatten, treespec=capture.out_spec),
+        structure=capture.out_spec,
+    )
+
+
+def bind_program(program: RankProgram, mesh: DeviceMesh, *, batch: str, compile: bool) -> BoundProgram:
+    """Make a rank's program callable."""
+    local = use_device_kernels(program.lowered(group_names(mesh)), device_of(mesh))
     if compile:
-        forward, one_by_one = compile_program(local, capture)
+        forward, one_by_one = compile_program(local, program.fake_mode)
         backward = None if one_by_one is None else in_a_list(one_by_one)
-        again = None if local.again is None else compiled_later(local.again, capture)
+        again = None if local.again is None else compiled_later(local.again, program.fake_mode)
     else:
         local = reduce_in_place(local)
         again = None if local.again is None else local.again.forward
         forward, backward = local.forward.forward, None if local.backward is None else boxed(local.backward)
-    placeholders, plain = binder.captured(capture)
-    wanting = {o.name for o in capture.graph.outputs_of("gradient") if o.value is not None}
-    call: Call = {
-        path: TensorLeaf(
-            _call_shape(given.value.shape, plan.inputs[given.value.name], mesh, batch), given.value.dtype, given.name in wanting
-        )
-        for path, given in placeholders.items()
-    }
-    call.update((path, PlainLeaf(repr(value))) for path, value in plain.items())
     return BoundProgram(
-        capture=capture,
-        plan=plan,
+        source=program,
         local=local,
         mesh=mesh,
-        modes=modes,
-        call=call,
-        inputs={path: given.value.name for path, given in placeholders.items()},
-        outputs=_outputs(capture, plan, local, mesh),
-        constants=constants_of(capture, mesh),
-        trainable=frozenset(name for i in capture.graph.inputs_of("parameter") if i.trainable for name in (i.name, *i.aliases)),
+        call=program.interface.planned_call(batch, mesh_shape(mesh).sizes),
+        outputs=_outputs(program.interface, local, mesh),
         forward=forward,
         backward=backward,
-        roles={i.value.name: (i.role, i.name) for i in capture.graph.inputs},
-        gradient_placements={
-            out.name: placements
-            for out, placements in zip(capture.graph.outputs, plan.outputs, strict=True)
-            if out.role == "gradient" and placements is not None
-        },
         again=again,
-        copies=KeptCopies(_kept_parameters(capture, plan)),
+        copies=KeptCopies(program.interface.kept),
     )
-
-
-def _kept_parameters(capture: Capture, plan: Plan) -> list[str]:
-    """FQNs of the parameters that gathered copies are kept of."""
-    behind = {parameter_behind(capture.graph, value) for value in plan.kept}
-    return [i.name for i in capture.graph.inputs_of("parameter") if i.value.name in behind]
 
 
 def check_plan(capture: Capture, plan: Plan, shape: MeshShape) -> None:
@@ -238,10 +267,6 @@ def check_plan(capture: Capture, plan: Plan, shape: MeshShape) -> None:
         raise InputError(f"the plan is for a mesh of {plan.mesh}, found one of {shape}: plan again for this mesh")
 
 
-def _call_shape(shape: tuple[int, ...], placements: Placements, mesh: DeviceMesh, batch: str) -> tuple[int, ...]:
-    return even_local_shape(shape, placements, mesh_shape(mesh).sizes) if batch == "local" else shape
-
-
 def constants_of(capture: Capture, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
     """The capture's constants on this rank's device, by value name."""
     return {
@@ -250,23 +275,12 @@ def constants_of(capture: Capture, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
     }
 
 
-def _outputs(capture: Capture, plan: Plan, local: LocalProgram, mesh: DeviceMesh) -> tuple[Output, ...]:
-    named = [
-        (out, placements) for out, placements in zip(capture.graph.outputs, plan.outputs, strict=True) if out.role == "output"
-    ]
-    has_loss = any(_is_loss(out) for out, _ in named)
+def _outputs(interface: Interface, local: LocalProgram, mesh: DeviceMesh) -> tuple[Output, ...]:
+    has_loss = any(out.is_scalar for out in interface.outputs)
     found = []
-    for (out, placements), index in zip(named, local.outputs, strict=True):
+    for out, index in zip(interface.outputs, local.outputs, strict=True):
         spread = None
-        if out.value is not None and placements is not None and out.value.shape and (has_loss or not _whole(placements)):
-            spread = (torch_placements(placements, mesh_shape(mesh).sizes, f"output {out.name}"), out.value.shape)
+        if out.placements is not None and out.shape and (has_loss or out.is_spread):
+            spread = (torch_placements(out.placements, mesh_shape(mesh).sizes, f"output {out.name}"), out.shape)
         found.append(Output(index, out.constant, out.differentiable, spread))
     return tuple(found)
-
-
-def _whole(placements: Placements) -> bool:
-    return all(p.is_replicate for p in placements)
-
-
-def _is_loss(out: GraphOutput) -> bool:
-    return out.value is not None and out.value.shape == () and out.value.dtype.is_floating_point

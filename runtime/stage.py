@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from meshwright.passes.lower_stages import StageProgram
 from meshwright.passes.weights_apart import split_backward
-from meshwright.planner.ir.graph import Capture
 from meshwright.runtime.compile import compile_module, compile_program, compiled_later
 from meshwright.runtime.device import use_device_kernels
 from meshwright.runtime.inplace import reduce_in_place
@@ -39,12 +39,12 @@ class BoundStage:
     again: Runner | None
 
 
-def bind_stage(program: StageProgram, capture: Capture, device: torch.device, *, splits: bool, compile: bool) -> BoundStage:
+def bind_stage(program: StageProgram, fake_mode: Any, device: torch.device, *, splits: bool, compile: bool) -> BoundStage:
     """Make a stage callable on ``device``.
 
     Args:
         program: the stage; rewritten in place for the device.
-        capture: what it was lowered from.
+        fake_mode: that its graphs' fake values belong to.
         device: where it runs.
         splits: whether the backward runs in two halves.
         compile: whether graphs go through Inductor.
@@ -52,17 +52,17 @@ def bind_stage(program: StageProgram, capture: Capture, device: torch.device, *,
     local = use_device_kernels(program.local, device)
     if not compile:
         local = reduce_in_place(local)
-    again = None if local.again is None else compiled_later(local.again, capture) if compile else local.again.forward
+    again = None if local.again is None else compiled_later(local.again, fake_mode) if compile else local.again.forward
     if local.backward is None or not splits:
         if compile:
-            forward, backward = compile_program(local, capture)
+            forward, backward = compile_program(local, fake_mode)
             return BoundStage(program, forward, backward, None, again)
         backward = None if local.backward is None else local.backward.forward
         return BoundStage(program, local.forward.forward, backward, None, again)
     count = len(local.gradients)
     halves = split_backward(local.backward, range(count - len(program.upstream), count))
     graphs = (local.forward, halves.first, halves.later)
-    made = [compile_module(g, capture) if compile else g.forward for g in graphs]
+    made = [compile_module(g, fake_mode) if compile else g.forward for g in graphs]
     return BoundStage(program, made[0], made[1], made[2], again)
 
 

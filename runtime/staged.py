@@ -89,7 +89,9 @@ class StagedProgram:
         self.runs: dict[int, StageRun] = {}
         for k in program.stages[0]:
             variants = [programs[k] for programs in program.stages]
-            self.runs[k] = StageRun([bind_stage(p, capture, self._device, splits=splits, compile=compile) for p in variants])
+            self.runs[k] = StageRun(
+                [bind_stage(p, capture.fake_mode, self._device, splits=splits, compile=compile) for p in variants]
+            )
         stages = [
             EngineStage(run, self.pipeline.num_stages, self.pipeline.rank_of, self._device, mesh.along, journal)
             for run in self.runs.values()

@@ -49,8 +49,8 @@ def return_to_input(program: BoundProgram, name: str, value: str, *, whole: bool
         whole: whether the caller passed the global batch.
     """
     sizes = mesh_shape(program.mesh).sizes
-    made = torch_placements(program.gradient_placements[name], sizes, f"gradient of {name}")
-    wanted = [Replicate()] * len(sizes) if whole else torch_placements(program.plan.inputs[value], sizes, f"input {name}")
+    made = torch_placements(program.interface.gradients[name], sizes, f"gradient of {name}")
+    wanted = [Replicate()] * len(sizes) if whole else torch_placements(program.placements[value], sizes, f"input {name}")
 
     def give_back(grad: torch.Tensor) -> torch.Tensor:
         spread = DTensor.from_local(grad, program.mesh, made, run_check=False)

@@ -40,7 +40,7 @@ def embedding_backward(piece: Piece) -> Results:
     gout, indices, num_weights, padding, by_frequency = piece.args
     start, length = piece.span(placements, 0, num_weights)
     local, outside = _rebased(piece, indices, start, length)
-    if 0 <= padding - start < length and padding >= 0:
+    if padding >= 0:  # also where another rank holds that row, so that all ranks run the same ops
         outside = piece.call(aten.logical_or.default, outside, piece.call(aten.eq.Scalar, indices, padding))
     local = piece.call(aten.masked_fill.Scalar, local, outside, length)
     rows = piece.call(aten.embedding_dense_backward.default, gout, local, length + 1, -1, by_frequency)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -321,8 +321,13 @@ def loss_of(graph: OpGraph) -> GraphOutput:
     chosen = named or scalars
     if len(chosen) == 1:
         return chosen[0]
-    found = ", ".join(f"{o.name}: {list(o.value.shape)}" for o in graph.outputs_of("output") if o.value is not None) or "nothing"
-    raise InputError(
+    raise no_loss((o.name, o.value.shape) for o in outputs if o.value is not None)
+
+
+def no_loss(outputs: Iterable[tuple[str, Sequence[int]]]) -> InputError:
+    """The error for a model without a loss; ``outputs`` are the names and shapes of what it returns."""
+    found = ", ".join(f"{name}: {list(shape)}" for name, shape in outputs) or "nothing"
+    return InputError(
         f"a step needs the loss, and the model returns {found}: return one 0-dim loss that depends on the parameters (or call one "
         "of several 'loss'), computed inside forward"
     )
