@@ -152,7 +152,7 @@ class ParallelModule(Checkpointed):
     def _given(self, program: BoundProgram, value: str, leaf: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a batch input."""
         if self._controller is not None:
-            return self._controller.hand_out(leaf, program.plan.inputs[value])
+            return self._controller.hand_out(leaf, program.placements[value])
         if self._library.batch == "global":
             return program.piece(value, leaf.detach())
         return leaf.detach().to(device_of(self.device_mesh)).contiguous()
