@@ -12,11 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import fx
-from torch._subclasses import FakeTensorMode
 
 from meshwright.passes import LocalProgram, lower
 from meshwright.planner.ir.errors import FormatError, InputError, VerifyError
-from meshwright.runtime.export.check import propagate
+from meshwright.runtime.export.check import fake_mode, propagate
 from meshwright.runtime.export.graphs import GraphReader, group_markers, write_graph
 from meshwright.runtime.export.operators import operators
 from meshwright.runtime.export.plain import from_plain, pretty, to_plain
@@ -61,7 +60,7 @@ def check_round_trip(programs: list[LocalProgram]) -> None:
 
 def check_values(back: LocalProgram, program: LocalProgram) -> None:
     """The fake values of a graph that was read are those that lowering found."""
-    with FakeTensorMode():
+    with fake_mode():
         for mine, theirs in zip(back.graphs, program.graphs, strict=True):
             given = [_fake(n.meta["val"]) for n in theirs.graph.nodes if n.op == "placeholder"]
             found = propagate(mine, given, "it")
@@ -254,14 +253,14 @@ def test_a_hostile_graph_is_refused_with_one_line(name, monkeypatch):
     data, message = HOSTILE[name]
     for function in ("system", "popen", "remove"):
         monkeypatch.setattr(f"os.{function}", lambda *a, f=function: pytest.fail(f"os.{f} was called"))
-    with FakeTensorMode(), pytest.raises(FormatError, match=message) as caught:
+    with fake_mode(), pytest.raises(FormatError, match=message) as caught:
         gm = reader().read(json.loads(json.dumps(data)), "graph")
         propagate(gm, [torch.empty(n.meta["declared"][1]) for n in gm.graph.nodes if n.op == "placeholder"], "graph")
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
 
 
 def test_the_graph_that_the_hostile_ones_are_made_of_is_fine():
-    with FakeTensorMode():
+    with fake_mode():
         found = propagate(reader().read(GOOD, "graph"), [torch.empty(2, 3), torch.empty(3, 4)], "graph")
     assert found[0].shape == (4,) and found[1] is None
 
@@ -277,7 +276,7 @@ def test_a_graph_with_anything_replaced_by_anything_is_read_or_refused(data):
         scalar, lambda s: st.lists(s, max_size=3) | st.dictionaries(st.text(max_size=5), s, max_size=2), max_leaves=4
     )
     fuzzed = _replaced(GOOD, place, data.draw(anything))
-    with FakeTensorMode():
+    with fake_mode():
         try:
             gm = reader().read(fuzzed, "graph")
             propagate(gm, [torch.empty(2, 3), torch.empty(3, 4)], "graph")

@@ -16,6 +16,7 @@ PRIVATE_TORCH = {
     "planner/trace.py",
     "planner/walk.py",
     "runtime/compile.py",
+    "runtime/export/check.py",
     "runtime/mesh.py",
     "tests/helpers/counting.py",
     "tests/helpers/live_bytes.py",

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses import FakeTensorMode
 
 from meshwright.passes.emit import Emitter, share_values
 from meshwright.passes.micro_batches import OVER_TIME
@@ -22,6 +23,11 @@ from meshwright.runtime.export.plain import fail
 
 MAX_TENSOR_BYTES = 1 << 46
 """No tensor of one device is larger: it would exhaust every memory there is."""
+
+
+def fake_mode() -> Any:
+    """Inside it, tensors have shapes and no data."""
+    return FakeTensorMode()
 
 
 def declared(gm: fx.GraphModule) -> list[torch.Tensor]:
