@@ -1,11 +1,15 @@
-"""Bubble and memory in flight of real pipeline steps against the planner's simulator.
+"""Bubble and memory in flight of real pipeline steps against the planner's simulator; step time against torch's own pipelining.
 
     python benchmarks/pipeline.py [--ranks 2] [--micro-batches 8] [--steps 5] [--json]
+    python benchmarks/pipeline.py --against-torch [--steps 15] [--json]
 
 Wall clock means nothing where there are more ranks than cores, so every action is timed by its thread's CPU clock and the step is
 replayed: each rank's actions in the order in which they ran, each with its own duration, an action beginning when its rank is free and
 what it needs has been made. The simulator is given one duration per stage and kind of action, the median over steps. Both bubbles are
 shares of all ranks' time; bytes are what a rank's stages hold for later backwards, measured and as the plan's profile predicts.
+
+``--against-torch`` runs two pinned ranks and alternates, step by step, between our module and ``torch.distributed.pipelining`` on the same
+model cut by hand behind the same block: seconds of a step (forward and backward of all micro-batches, all ranks done) and CPU seconds.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import json
 import os
 import statistics
 import tempfile
+import time
 from collections import defaultdict
 from typing import Any
 
@@ -23,6 +28,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import distributed as dist, multiprocessing as mp, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import meshwright as mw
 from meshwright.planner.ir.pipeline import Pipeline
@@ -87,6 +93,117 @@ def run_rank(rank: int, ranks: int, folder: str, options: argparse.Namespace) ->
     dist.destroy_process_group()
 
 
+# --- against torch ------------------------------------------------------------------------------------------------
+
+AGAINST = ("gpipe", "1f1b")
+
+
+class Part(nn.Module):
+    """A stage of :class:`Model`, cut by hand behind block ``cut``."""
+
+    def __init__(self, model: Model, cut: int, first: bool):
+        super().__init__()
+        self.tokens = model.tokens if first else None
+        self.blocks = model.blocks[:cut] if first else model.blocks[cut:]
+        self.head = None if first else model.head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.tokens is None else self.tokens(x)
+        for block in self.blocks:
+            x = block(x)
+        return x if self.head is None else self.head(x)
+
+
+def loss_of(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
+
+
+def by_hand(rank: int, schedule: str, cut: int, micro_batches: int, ids: torch.Tensor) -> tuple[nn.Module, Any]:
+    """This rank's stage and a callable that runs one step on a batch."""
+    torch.manual_seed(0)
+    part = Part(Model(), cut, rank == 0)
+    piece = ids[: len(ids) // micro_batches]
+    given = piece if rank == 0 else torch.zeros(*piece.shape, WIDTH)
+    stage = PipelineStage(part, rank, 2, torch.device("cpu"), input_args=(given,))
+    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule]
+    run = kind(stage, micro_batches, loss_fn=loss_of)
+
+    def step(batch: dict[str, torch.Tensor]) -> None:
+        if rank == 0:
+            run.step(batch["ids_BS"])
+        else:
+            run.step(target=batch["labels_BS"], losses=[])
+
+    return part, step
+
+
+def race_rank(rank: int, folder: str, options: argparse.Namespace) -> None:
+    """Alternate between the two and write seconds of every step."""
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    ids = torch.randint(0, VOCABULARY, (2 * options.micro_batches, SEQ), generator=torch.Generator().manual_seed(0))
+    batch, found = {"ids_BS": ids, "labels_BS": ids.roll(-1, 1)}, {}
+    for schedule in AGAINST:
+        torch.manual_seed(0)
+        pm: Any = mw.autoparallelize(
+            Model(), (2,), batch, degrees={"pp": 2}, schedule=schedule, micro_batches=options.micro_batches
+        )
+        (cut_op,) = pm.plan.pipeline.cuts
+        path = pm.plan.op_info[cut_op].module_path
+        cut = int(path.split(".")[1]) + 1 if path.startswith("blocks.") else LAYERS // 2
+        part, step = by_hand(rank, schedule, cut, options.micro_batches, ids)
+        seconds: dict[str, list[tuple[float, float]]] = {"ours": [], "torch": []}
+        for number in range(options.steps + 2):
+            for name, module, run in (("ours", pm, pm.step), ("torch", part, step)):
+                module.zero_grad(set_to_none=True)
+                dist.barrier()
+                began, cpu = time.perf_counter(), time.process_time()
+                run(batch)
+                busy = time.process_time() - cpu
+                dist.barrier()
+                if number >= 2:
+                    seconds[name].append((time.perf_counter() - began, busy))
+        found[schedule] = {"seconds": seconds, "cut": cut, "cut_op": cut_op, "cut_in": path}
+    with open(f"{folder}/{rank}.json", "w") as file:
+        json.dump(found, file)
+    dist.destroy_process_group()
+
+
+def against_torch(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row per schedule."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(race_rank, (folder, options), 2)
+        by_rank = []
+        for rank in range(2):
+            with open(f"{folder}/{rank}.json") as file:
+                by_rank.append(json.load(file))
+    rows = []
+    for schedule in AGAINST:
+        row: dict[str, Any] = {"schedule": schedule, "cut_behind_block": by_rank[0][schedule]["cut"], "load": os.getloadavg()[0]}
+        for name in ("ours", "torch"):
+            each = [found[schedule]["seconds"][name] for found in by_rank]
+            row[f"{name}_s"] = statistics.median(max(wall for wall, _ in step) for step in zip(*each, strict=True))
+            row[f"{name}_cpu_s"] = statistics.median(sum(cpu for _, cpu in step) for step in zip(*each, strict=True))
+        row["ratio"], row["cpu_ratio"] = row["ours_s"] / row["torch_s"], row["ours_cpu_s"] / row["torch_cpu_s"]
+        rows.append(row)
+    return rows
+
+
+def show_race(rows: list[dict[str, Any]]) -> None:
+    table = Table(title=f"seconds of a step, ours against torch.distributed.pipelining, load {os.getloadavg()[0]:.1f}")
+    for column in ("schedule", "cut behind block", "ours", "torch", "ratio", "CPU ours", "CPU torch", "ratio"):
+        table.add_column(column, justify="left" if column == "schedule" else "right")
+    for r in rows:
+        walls = (f"{r['ours_s']:.4f}", f"{r['torch_s']:.4f}", f"{r['ratio']:.3f}")
+        cpus = (f"{r['ours_cpu_s']:.4f}", f"{r['torch_cpu_s']:.4f}", f"{r['cpu_ratio']:.3f}")
+        table.add_row(r["schedule"], str(r["cut_behind_block"]), *walls, *cpus)
+    Console().print(table)
+
+
+# --- against the simulator ----------------------------------------------------------------------------------------
+
+
 def compare(schedule: str, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """One schedule's row."""
     pipeline = Pipeline.from_json_dict(by_rank[0][schedule]["pipeline"])
@@ -127,7 +244,14 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser.add_argument(
+        "--against-torch", action="store_true", help="step time beside torch's own pipelining, on two pinned ranks"
+    )
     options = parser.parse_args()
+    if options.against_torch:
+        rows = against_torch(options)
+        print("\n".join(map(json.dumps, rows))) if options.json else show_race(rows)
+        return
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (options.ranks, folder, options), options.ranks)
         by_rank = []

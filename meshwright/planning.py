@@ -266,7 +266,13 @@ def _plan_in_enough_stages(
 def _usual_degrees(request: Request, inside: Target) -> Request:
     """``3d`` has tensor parallelism over as many devices of a node as leave two for the batch, unless degrees say otherwise."""
     devices, said = inside.mesh.num_devices, {k: n for k, n in (request.degrees or {}).items() if k != "pp"}
-    if request.strategy != "3d" or said or request.logical_mesh is not None or request.respect_axis_names or devices == 1:
+    if (
+        request.strategy != "3d"
+        or said
+        or request.logical_mesh not in (None, "search")
+        or request.respect_axis_names
+        or devices == 1
+    ):
         return request
     fitting = [t for t in range(2, devices) if devices % t == 0 and inside.topology.inside((devices // t, t), 1)]
     return replace(request, degrees={"dp": devices // max(fitting), "tp": max(fitting)}) if fitting else request

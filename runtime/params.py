@@ -47,6 +47,10 @@ class Part(nn.Module):
         )
 
 
+class StandIn(nn.Parameter):
+    """An empty parameter for the optimizer of a rank whose stages have none: torch refuses an empty list. It has no name."""
+
+
 @dataclass(frozen=True)
 class PlacedState:
     """A model's parameters and buffers on this rank.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from meshwright.runtime.gradients import GradientBook
 from meshwright.runtime.inputs import Call, CallBinder, call_of_batch, describe_call, dtype_differences
 from meshwright.runtime.journal import Journal, culprit
 from meshwright.runtime.mesh import broadcast_object, check_mesh, device_of, mesh_shape
-from meshwright.runtime.params import fill_tree, place_state, resting_placements
+from meshwright.runtime.params import StandIn, fill_tree, place_state, resting_placements
 from meshwright.runtime.programs import Replan
 from meshwright.runtime.random import SeedSequence, initial_seed
 from meshwright.runtime.stage_mesh import StageMesh
@@ -83,6 +83,11 @@ class PipelineModule(Checkpointed):
 
     def _bound(self, capture: Capture, plan: Plan, program: PipelineProgram, modes: tuple[bool, ...]) -> StagedProgram:
         return StagedProgram(capture, plan, program, self._mesh, self._binder, modes, self._journal, compile=self._compile)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As of every module; where this rank's stages have none, one empty stand-in, so that an optimizer can be made on every rank."""
+        found = list(super().parameters(recurse))
+        yield from found or [StandIn(torch.empty(0, device=device_of(self.device_mesh)), requires_grad=False)]
 
     def _get_name(self) -> str:
         p = self._pipeline

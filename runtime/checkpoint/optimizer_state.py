@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.planner.ir.errors import FormatError, InputError
 from meshwright.runtime.dtensor import local_of, wrap_like
+from meshwright.runtime.params import StandIn
 
 PREFIX = "optim."
 OF_THE_RUN = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -31,13 +32,18 @@ def parameters_of(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, t
     """
     found = {}
     for group in optimizer.param_groups:
-        for p in group["params"]:
+        for p in _named(group):
             if id(p) not in names:
                 raise InputError(
                     f"the optimizer has a parameter of shape {list(p.shape)} that is not the module's: make it from pm.parameters()"
                 )
             found[names[id(p)]] = p
     return found
+
+
+def _named(group: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The parameters of a group but for the stand-in of a rank that has none."""
+    return [p for p in group["params"] if not isinstance(p, StandIn)]
 
 
 def tensors_of(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, torch.Tensor]:
@@ -61,7 +67,7 @@ def scalars_of(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Any]
     """
     groups = [
         {
-            "params": [names[id(p)] for p in group["params"]],
+            "params": [names[id(p)] for p in _named(group)],
             "settings": {key: encoded(v, f"setting {key!r} of the optimizer") for key, v in group.items() if key != "params"},
         }
         for group in optimizer.param_groups
@@ -221,7 +227,7 @@ class Restoring:
                 self.optimizer.state.pop(p, None)
         by_tensor = {id(p): name for name, p in self._parameters.items()}
         for group in self.optimizer.param_groups:
-            for name in (by_tensor[id(p)] for p in group["params"]):
+            for name in (by_tensor[id(p)] for p in _named(group)):
                 settings = self._saved["groups"][self._group_of[name]]["settings"]
                 group.update({k: decoded(v) for k, v in settings.items() if k not in OF_THE_RUN and k != "params"})
                 break
@@ -230,8 +236,8 @@ class Restoring:
         """Refuse groups that mix parameters of several saved groups with different settings."""
         by_tensor = {id(p): name for name, p in self._parameters.items()}
         for group in self.optimizer.param_groups:
-            settings = [self._saved["groups"][i]["settings"] for i in {self._group_of[by_tensor[id(p)]] for p in group["params"]}]
-            if any(s != settings[0] for s in settings):
+            settings = [self._saved["groups"][i]["settings"] for i in {self._group_of[by_tensor[id(p)]] for p in _named(group)}]
+            if settings and any(s != settings[0] for s in settings):
                 raise InputError(
                     "a group of the optimizer holds parameters of several groups of the checkpoint: make the same groups"
                 )

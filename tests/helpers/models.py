@@ -85,6 +85,20 @@ def _masked_tokens(g: torch.Generator) -> dict[str, Any]:
     return {"input_ids": _ids(g, VOCAB), "attention_mask": mask, "labels": _labels(g, VOCAB)}
 
 
+def _padded_tokens(g: torch.Generator) -> dict[str, Any]:
+    """Ten rows: of other lengths, padded at the right, and two that count for nothing."""
+    mask, labels = torch.ones(10, SEQ, dtype=torch.long), _labels(g, VOCAB, batch=10)
+    for row in range(10):
+        mask[row, SEQ - row % 5 :] = 0
+    labels[8:] = -100
+    return {"input_ids": _ids(g, VOCAB, batch=10), "attention_mask": mask, "labels": labels.masked_fill(mask == 0, -100)}
+
+
+def _ten(make: Callable[[torch.Generator], dict[str, Any]]) -> Callable[[torch.Generator], dict[str, Any]]:
+    """Ten samples of a batch of eight: the first two once more."""
+    return lambda g: {name: torch.cat([t, t[:2]]) for name, t in make(g).items()}
+
+
 def _vectors(g: torch.Generator) -> dict[str, Any]:
     return {"x": torch.randn(BATCH, HIDDEN, generator=g), "target": torch.randn(BATCH, 8, generator=g)}
 
@@ -452,6 +466,11 @@ ZOO: dict[str, Case] = _table(
 """The models of the main job."""
 
 EXTRA: dict[str, Case] = _table(
+    Case("gpt2_padded", gpt2, _padded_tokens),
+    Case("llama_padded", llama, _padded_tokens),
+    Case("t5_padded", _t5, _padded_tokens),
+    Case("llama_tied_padded", lambda: llama(tied=True), _padded_tokens),
+    Case("unet_ten", DeepUNet, _ten(_image_pair)),
     Case("mlp_dropout", lambda: Mlp(0.1), _vectors, random=True),
     Case("gpt2_dropout", lambda: gpt2(0.1), _tokens(), random=True),
     Case("unet", UNet, _image_pair),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from meshwright.passes.verify import KINDS
 from meshwright.planner.micro import time_specs
 from meshwright.runtime.module import build
 from meshwright.runtime.pipeline import PipelineModule
+from tests.helpers.counting import CountCollectives
 from tests.helpers.equality import FLOOR, RTOL, SGD_LR, STEPS, Reference, Trial, compare, gathered, sgd
 from tests.helpers.models import ALL
 from tests.helpers.prepared import captured, planned, reference
@@ -70,12 +74,59 @@ def differences(pm: PipelineModule, batch: dict[str, torch.Tensor], wanted: Refe
     found = {n: None if p.grad is None else gathered(p.grad) for n, p in pm.named_parameters()}
     wrong += compare(found, {n: wanted.gradients[n] for n in found}, RTOL, FLOOR * largest, "gradient of ")
     opt.step()
-    for _ in range(STEPS - 1):
+    for step in range(STEPS - 1):
         opt.zero_grad()
-        pm.step(batch)
+        if step == 0:
+            wrong += traffic_differences(pm, batch)
+        else:
+            pm.step(batch)
         opt.step()
     wrong += compare(pm.full_state_dict(), wanted.after_sgd, RTOL, STEPS**2 * SGD_LR * FLOOR * largest, "after SGD, ")
     return wrong + leftovers(pm)
+
+
+def traffic_differences(pm: PipelineModule, batch: dict[str, torch.Tensor]) -> list[str]:
+    """A step whose collectives and messages are not those of the stages' programs and the plan's boundaries."""
+    program, sent = pm._programs[0], Counter[str]()
+    stages = program.engine._stages
+    asked = [(stage, name, getattr(stage, name)) for stage in stages for name in ("get_fwd_send_ops", "get_bwd_send_ops")]
+
+    def counted(name: str, call: Any) -> Any:
+        def run(chunk: int) -> Any:
+            ops = call(chunk)
+            sent[name] += len(ops)
+            return ops
+
+        return run
+
+    for stage, name, call in asked:
+        setattr(stage, name, counted(name, call))
+    with CountCollectives() as ran:
+        pm.step(batch)
+    for stage, name, call in asked:
+        setattr(stage, name, call)
+    pipeline, wanted, messages = program.pipeline, Counter[str](), Counter[str]()
+    m = pipeline.micro_batches
+    for k, run in program.runs.items():
+        for i in range(m):
+            local, stage = run._at(i).program.local, run._at(i).program
+            forward = local.again if local.again is not None and i else local.forward
+            wanted += sum((collectives_in(gm) for gm in (forward, local.backward) if gm is not None), Counter[str]())
+        wanted += sum((collectives_in(f.program) for f in stage.finishes), Counter[str]())
+        last = pipeline.num_stages - 1
+        if k < last and pipeline.rank_of(k + 1) != pipeline.rank_of(k):
+            messages["get_fwd_send_ops"] += m * max(len(stage.sends), len(stage.downstream))
+        if k and pipeline.rank_of(k - 1) != pipeline.rank_of(k):
+            messages["get_bwd_send_ops"] += m * len(stage.upstream)
+    wrong = (
+        [] if ran.counts == wanted else [f"collectives that ran {dict(ran.counts)} are not those of the stages {dict(wanted)}"]
+    )
+    return wrong + ([] if sent == messages else [f"messages that were sent {dict(sent)} are not the plan's {dict(messages)}"])
+
+
+def collectives_in(gm: torch.fx.GraphModule) -> Counter[str]:
+    names = (part for n in gm.graph.nodes for part in str(n.target).split(".")[1:2])
+    return Counter(KINDS[name.removesuffix("_")] for name in names if name.removesuffix("_") in KINDS)
 
 
 def leftovers(pm: PipelineModule) -> list[str]:

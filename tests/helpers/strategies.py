@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from meshwright.planner.ir.mesh import MeshShape
+from meshwright.planner.ir.recompute import Recompute
+from meshwright.planner.options import Options
+from meshwright.planner.pipelined import PipelineRequest, resolved, with_pipeline
 from meshwright.planner.repeat import Folded
+from meshwright.planner.search import make_plan
 from meshwright.planning import Request, capture_call, model_name, plan_capture
 from meshwright.runtime.mesh import make_mesh
 from meshwright.target import target_of
@@ -38,8 +43,23 @@ def strategy_trial(name: str, strategy: str, ranks: int, degrees: Mapping[str, i
     mesh = MeshShape.of(ranks)
     request = Request(strategy=strategy, degrees=degrees, alternatives=False, **options)
     plan = plan_capture(captured, target_of(mesh, toy_hardware(mesh)), request, model_name(case.model()), times)
-    label = " ".join([name, strategy, *(f"{k}={v}" for k, v in {**(degrees or {}), **options}.items())])
+    label = " ".join([f"{name} on {ranks}", strategy, *(f"{k}={v}" for k, v in {**(degrees or {}), **options}.items())])
     return Trial(label, case, case.model(), captured.at(plan.recompute).whole, plan, reference(name))
+
+
+def mixed_trial(name: str, strategy: str, ranks: int, recompute: Recompute, stages: PipelineRequest | None = None) -> Trial:
+    """A strategy with different recomputation in different blocks, which the search alone would choose; cut into ``stages``."""
+    case, (captured, _) = ALL[name], folded(name)
+    capture = captured.at(recompute).whole
+    mesh = MeshShape.of(ranks // (stages.degree if stages is not None else 1))
+    hardware = toy_hardware(mesh)
+    count = 1 if stages is None else stages.micro_batches or 1
+    options = Options(strategy=strategy, alternatives=False, model=name, micro_batches=count)
+    plan = replace(make_plan(capture, mesh, hardware, options), recompute=recompute)
+    if stages is not None:
+        request = resolved(stages, capture.graph, mesh.num_devices)
+        plan = with_pipeline(plan, capture.graph, request, hardware, hardware.links[0], plan.memory_limit_bytes)
+    return Trial(f"{name} {strategy} {recompute} {stages or ''}", case, case.model(), capture, plan, reference(name))
 
 
 def try_all(rank: int, trials: Sequence[Trial]) -> dict[str, list[str]]:
