@@ -17,20 +17,21 @@ from meshwright import collector, debug
 from meshwright.inputs import Call
 from meshwright.planner import search
 from meshwright.planner.correspond import Unlike
-from meshwright.planner.expand import expanded
+from meshwright.planner.expand import expanded, planned_names
 from meshwright.planner.ir import errors
 from meshwright.planner.ir.errors import InfeasibleError, InputError, MeshwrightError, RuntimeMismatchError
-from meshwright.planner.ir.graph import Capture
+from meshwright.planner.ir.graph import Capture, OpGraph
+from meshwright.planner.ir.hardware import Link
 from meshwright.planner.ir.pipeline import SCHEDULES
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.recompute import LEVELS
 from meshwright.planner.ir.spec import parse_placements
 from meshwright.planner.meshes import LogicalMesh, MeshRequest, finer, logical_meshes
 from meshwright.planner.one_controller import controlled
-from meshwright.planner.pipelined import PipelineRequest, resolved, with_pipeline
+from meshwright.planner.pipelined import PipelineRequest
 from meshwright.planner.repeat import Folded, capture_folded
-from meshwright.planner.solve.memory import usable_bytes
 from meshwright.planner.solve.strategies import IN_STAGES, strategy_named
+from meshwright.planner.staging import Devices, StageSearch
 from meshwright.report.units import parse_bytes
 from meshwright.target import Target
 
@@ -281,24 +282,44 @@ def _usual_degrees(request: Request, inside: Target) -> Request:
 def _plan_in_stages(
     captured: Folded, target: Target, request: Request, stages: PipelineRequest, model: str, tell: debug.Progress
 ) -> Plan:
-    """The plan of the whole program on the devices of one stage, with as much memory as all stages have; then cut."""
-    inside, link = target.stage(stages.degree)
-    stages = resolved(stages, captured.whole_view, inside.mesh.num_devices)
-    device = target.topology.device
-    limit = usable_bytes(device) if request.memory_limit is None else parse_bytes(request.memory_limit)
-    of_stage = replace(
-        _usual_degrees(request, inside),
-        memory_limit=limit * stages.degree,
-        alternatives=False,
-        micro_batches=stages.micro_batches,
-    )
-    plan = _plan_whole(captured, inside, of_stage, model, tell)
-    tell("cut stages")
-    started = time.perf_counter()
-    whole = captured.at(plan.recompute).whole_view
-    plan = with_pipeline(plan, whole, stages, inside.topology.hardware(plan.mesh), link, limit)
+    """The best plan in stages, on the folded program where that stands for the whole one."""
+    options = replace(request.options(model, tell), alternatives=False)
+    degrees = (stages.degree,)
+    tell("stages")
+
+    def inside(degree: int) -> tuple[Sequence[LogicalMesh], Link]:
+        of_stage, link = target.stage(degree)
+        asked = _usual_degrees(request, of_stage).mesh_request()
+        return logical_meshes(of_stage.topology, asked, search=of_stage.searched), link
+
+    devices = Devices(target.mesh.num_devices, inside)
+    notes = captured.notes
+    if captured.repeats:
+        try:
+            plan = StageSearch(captured, devices, partial(_expanded, captured), options, stages, degrees).plan()
+        except Unlike as e:
+            plan, notes = None, (*notes, f"planned whole: {e}")
+        if plan is not None:
+            plan = replace(plan, folded={**plan.folded, "captured": captured.summary()})
+    else:
+        plan = None
+    if plan is None:
+        unfolded = partial(_as_it_is, captured)
+        plan = StageSearch(captured.unfolded, devices, unfolded, options, stages, degrees).plan()
+    assert plan is not None
     strategy = request.strategy if request.strategy in IN_STAGES else plan.strategy
-    return replace(plan, strategy=strategy, solver={**plan.solver, "stages_s": time.perf_counter() - started})
+    return replace(plan, strategy=strategy, notes=(*plan.notes, *notes))
+
+
+def _expanded(captured: Folded, plan: Plan) -> tuple[Plan, OpGraph, Mapping[str, str]]:
+    """A plan of the folded program said of the whole one, and where its names come from."""
+    program = captured.at(plan.recompute)
+    planned, whole = program.plannable.graph, program.whole_view
+    return expanded(plan, planned, whole, program.repeats), whole, planned_names(planned, whole, program.repeats)
+
+
+def _as_it_is(captured: Folded, plan: Plan) -> tuple[Plan, OpGraph, None]:
+    return plan, captured.at(plan.recompute).whole_view, None
 
 
 def _folded_plan(

@@ -11,7 +11,7 @@ The axis of micro-batches is one more mesh axis, as in the passes; only that its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -26,34 +26,31 @@ from meshwright.planner.ir.spec import Placement, Placements, R, Row
 from meshwright.planner.micro import TimeSpecs
 
 
-class MicroCosts:
-    """Seconds of a whole step on one hardware and mesh.
+class TimeRows:
+    """Where a program's values lie over the axis of micro-batches, ready to be priced on any mesh.
 
     Args:
-        hardware: device, and one link per axis.
-        mesh: axis sizes.
         graph: the program.
-        times: where its values lie over the axis of micro-batches.
+        times: where its values lie.
         count: number of micro-batches.
+        whole: parameters whose gradients are summed whole over micro-batches and scattered once per step.
 
     Attributes:
-        once: prices of what is done once per step, for the whole batch.
-        made: placement of every value over the axis of micro-batches.
+        made: placement of every value over the axis.
+        late: values that are known only when all micro-batches have run.
+        whole: values that nothing but the gradients of such parameters is made of.
     """
 
-    def __init__(self, hardware: Hardware, mesh: MeshShape, graph: OpGraph, times: TimeSpecs, count: int):
-        self.hardware, self.mesh, self.count = hardware, mesh, count
-        self.once = CostModel(hardware, mesh)
-        longer = replace(hardware, links=(hardware.links[0], *hardware.links))
-        self._model = CostModel(longer, MeshShape((count, *mesh.sizes), ("time", *mesh.names)))
-        self._times = times
+    def __init__(self, graph: OpGraph, times: TimeSpecs, count: int, whole: Collection[str] = ()):
+        self.count, self._times = count, times
         self.made: dict[str, Placement] = {i.value.name: times.inputs.get(i.value.name, R) for i in graph.inputs}
         for op in graph.ops:
-            self.made.update((v.name, p) for v, p in zip(op.outs, self._row(op).outs, strict=True) if v and p is not None)
-        self._late = self._complete(graph)
-        self._rows: dict[tuple[str, int], tuple[ClusterRow, int]] = {}
+            self.made.update((v.name, p) for v, p in zip(op.outs, self.row(op).outs, strict=True) if v and p is not None)
+        self.late = self._complete(graph)
+        self.whole = _lead_to(graph, whole) if whole else frozenset[str]()
 
-    def _row(self, op: Op) -> Row:
+    def row(self, op: Op) -> Row:
+        """An op's row over the axis of micro-batches."""
         spec = self._times.ops.get(op.name)
         if spec is None:
             return Row((R,) * len(op.ins), tuple(None if v is None else R for v in op.outs))
@@ -67,11 +64,31 @@ class MicroCosts:
             if all(v.name in known for v in op.ins):
                 known.update(v.name for v in op.outs if v is not None)
                 continue
-            pairs = [(v.name, p) for v, p in zip(op.ins, self._row(op).ins, strict=True) if v.name not in known]
+            pairs = [(v.name, p) for v, p in zip(op.ins, self.row(op).ins, strict=True) if v.name not in known]
             summed = any(self.made[name] != R == p for name, p in pairs)
             if summed or any(v.name in found for v in op.ins):
                 found.update(v.name for v in op.outs if v is not None)
         return found
+
+
+class MicroCosts:
+    """Seconds of a whole step on one hardware and mesh.
+
+    Args:
+        hardware: device, and one link per axis.
+        mesh: axis sizes.
+        rows: where the program's values lie over the axis of micro-batches.
+
+    Attributes:
+        once: prices of what is done once per step, for the whole batch.
+    """
+
+    def __init__(self, hardware: Hardware, mesh: MeshShape, rows: TimeRows):
+        self.hardware, self.mesh, self.time, self.count = hardware, mesh, rows, rows.count
+        self.once = CostModel(hardware, mesh)
+        longer = replace(hardware, links=(hardware.links[0], *hardware.links))
+        self._model = CostModel(longer, MeshShape((rows.count, *mesh.sizes), ("time", *mesh.names)))
+        self._rows: dict[tuple[str, int], tuple[ClusterRow, int]] = {}
 
     # --- kernels ---
 
@@ -85,34 +102,34 @@ class MicroCosts:
 
     def _over_time(self, cluster: Cluster) -> tuple[ClusterRow, int]:
         """A cluster's row over the axis of micro-batches, and how often it runs."""
-        members = tuple(self._row(op) for op in cluster.ops)
+        members = tuple(self.time.row(op) for op in cluster.ops)
         wanted: dict[str, Placement] = {}
         for op, member in zip(cluster.ops, members, strict=True):
             for v, p in zip(op.ins, member.ins, strict=True):
                 wanted.setdefault(v.name, p)
         source = cluster.source
-        rest = None if source is None else self.made[source.value.name]
+        rest = None if source is None else self.time.made[source.value.name]
         row = ClusterRow(
-            tuple(wanted.get(v.name, self.made[v.name]) for v in cluster.ins),
-            tuple(self.made[v.name] for v in cluster.outs),
+            tuple(wanted.get(v.name, self.time.made[v.name]) for v in cluster.ins),
+            tuple(self.time.made[v.name] for v in cluster.outs),
             members,
             rest,
         )
-        finishes = cluster.outs and all(v.name in self._late for v in cluster.outs)
+        finishes = cluster.outs and all(v.name in self.time.late for v in cluster.outs)
         return row, 1 if finishes else self.count
 
     # --- collectives ---
 
     def runs_of(self, value: Value, kind: str) -> int:
         """How often a step of a redistribution is taken per step of training."""
-        placed = self.made[value.name]
-        if value.name in self._late or (placed.is_partial and kind != "reduce_scatter"):
+        placed = self.time.made[value.name]
+        if value.name in self.time.late or (placed.is_partial and (kind != "reduce_scatter" or value.name in self.time.whole)):
             return 1
         return self.count
 
     def step_s(self, value: Value, src: Placements, axis: int, dst: Placement) -> tuple[str, int, float]:
         """Kind, bytes and seconds per step of changing one axis of a value's placement; see :meth:`CostModel.step_s`."""
-        placed = self.made[value.name]
+        placed = self.time.made[value.name]
         kind = step_kind(src[axis], dst)
         runs = self.runs_of(value, kind or "")
         over_time = placed if placed.is_shard and runs > 1 else R
@@ -121,4 +138,18 @@ class MicroCosts:
 
     def sort_of(self, value: Value) -> object:
         """What tells apart values whose steps cost otherwise although they look alike."""
-        return self.made[value.name], value.name in self._late
+        return self.time.made[value.name], value.name in self.time.late, value.name in self.time.whole
+
+
+def _lead_to(graph: OpGraph, parameters: Collection[str]) -> frozenset[str]:
+    """Values of the backward that nothing but gradients of ``parameters`` is made of."""
+    names = {n for i in graph.inputs_of("parameter") if i.name in parameters for n in (i.name, *i.aliases)}
+    other = {o.value.name for o in graph.outputs if o.value is not None and not (o.role == "gradient" and o.name in names)}
+    ends = {o.value.name for o in graph.outputs if o.value is not None} - other
+    found: set[str] = set()
+    for op in reversed(graph.ops):
+        for v in (v for v in op.outs if v is not None and op.phase == "backward" and v.name not in other):
+            readers = graph.consumers.get(v.name, ())
+            if (readers or v.name in ends) and all(w.name in found for r in readers for w in r.outs if w is not None):
+                found.add(v.name)
+    return frozenset(found)

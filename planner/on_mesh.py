@@ -23,7 +23,7 @@ from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.recompute import Recompute
 from meshwright.planner.meshes import LogicalMesh
 from meshwright.planner.micro import TimeSpecs, time_specs
-from meshwright.planner.micro_costs import MicroCosts
+from meshwright.planner.micro_costs import MicroCosts, TimeRows
 from meshwright.planner.options import Clock, Options
 from meshwright.planner.pinned import folded_pins
 from meshwright.planner.solve.candidates import Edges, edges
@@ -115,6 +115,13 @@ class Program:
         """
         return time_specs(self.capture.graph, self.options.micro_batches)
 
+    @cached_property
+    def time_rows(self) -> TimeRows:
+        """The same, ready to be priced."""
+        graph = self.capture.graph
+        whole = [i.name for i in graph.inputs_of("parameter")] if self.options.whole_gradients else []
+        return TimeRows(graph, self.times, self.options.micro_batches, whole)
+
 
 def _clusters(capture: Capture, options: Options, clock: Clock) -> ClusterGraph:
     """Fused and folded clusters. Where a kernel would span several copies of a block, values between blocks stay apart."""
@@ -185,7 +192,7 @@ def _costs(program: Program, where: LogicalMesh) -> CostModel | MicroCosts:
     count = program.options.micro_batches
     if count == 1:
         return CostModel(where.hardware, where.mesh)
-    return MicroCosts(where.hardware, where.mesh, program.capture.graph, program.times, count)
+    return MicroCosts(where.hardware, where.mesh, program.time_rows)
 
 
 class OnMesh:
@@ -350,6 +357,25 @@ class OnMesh:
             self.unlimited = unlimited if limited else self.unlimited
             if solution is None or isinstance(solution, Excluded):
                 return solution
+            outcome = price(problem, whole, solution.chosen)
+            objective = objective_s(problem, outcome, solution.chosen)
+            notes = whole.notes + replicated_under(tables, whole, solution.chosen, name)
+            return Found(self, tables, solution, outcome, objective, min(objective, solution.bound_s), notes)
+
+    def solve_priced(self, name: str, weight: float, effort: Effort) -> Found | None:
+        """A strategy's best plan here without a memory limit, but with memory at rest that costs ``weight`` times as much as what only
+        breaks ties; None where its demands contradict each other.
+
+        Raises:
+            InputError: the strategy cannot be had of this batch, or a pin does not suit.
+        """
+        tables = self.tables_for(name)
+        with self.program.clock.phase("solve"):
+            whole, per_byte = self._whole(name, tables), weight * tables.problem.tie_memory_s_per_byte
+            problem = replace(tables.problem, memory_limit_bytes=None, tie_memory_s_per_byte=per_byte)
+            solution = optimise(problem, whole, tables.cache, effort)
+            if solution is None:
+                return None
             outcome = price(problem, whole, solution.chosen)
             objective = objective_s(problem, outcome, solution.chosen)
             notes = whole.notes + replicated_under(tables, whole, solution.chosen, name)

@@ -37,6 +37,7 @@ class Options:
         progress: called with the name of each phase as it begins.
         effort: gap and limits of the solver.
         micro_batches: into how many pieces the batch will be cut: devices must be able to share each of them.
+        whole_gradients: whether gradients will be summed whole over micro-batches, and scattered once per step.
     """
 
     strategy: str = "auto"
@@ -51,6 +52,7 @@ class Options:
     progress: Callable[[str], None] | None = None
     effort: Effort = field(default_factory=Effort)
     micro_batches: int = 1
+    whole_gradients: bool = False
 
     def memory_limit(self, hardware: Hardware) -> int:
         """Bytes per device."""

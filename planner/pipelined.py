@@ -7,34 +7,36 @@ collectives are priced at the size of a micro-batch; what is done once per step 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from meshwright.planner import rules
 from meshwright.planner.cost import CostModel
-from meshwright.planner.fuse import trivial_clusters
 from meshwright.planner.homes import cuts_at_homes
-from meshwright.planner.ir.errors import InfeasibleError, InputError
+from meshwright.planner.ir.cluster import ClusterGraph
+from meshwright.planner.ir.errors import InfeasibleError
 from meshwright.planner.ir.graph import OpGraph
 from meshwright.planner.ir.hardware import Hardware, Link
-from meshwright.planner.ir.pipeline import Pipeline, check_schedule, schedule_named, stage_of_op
+from meshwright.planner.ir.pipeline import Pipeline, stage_of_op
 from meshwright.planner.ir.plan import Plan, Prediction
-from meshwright.planner.ir.verify import made_placements
-from meshwright.planner.micro import TimeSpecs, batch_length, time_specs
-from meshwright.planner.micro_costs import MicroCosts
+from meshwright.planner.ir.verify import made_placements, parameter_behind
+from meshwright.planner.micro import TimeSpecs, time_specs
+from meshwright.planner.micro_costs import MicroCosts, TimeRows
 from meshwright.planner.orders import Action, orders
 from meshwright.planner.simulate import Simulated, StageBytes, simulate
 from meshwright.planner.solve.alive import beside_saved
 from meshwright.planner.solve.diagnose import WHAT_TO_DO, size_text
+from meshwright.planner.solve.problem import SEGMENTS
+from meshwright.planner.solve.segments import hidden_values
 from meshwright.planner.solve.strategies import strategy_named
 from meshwright.planner.stage_cuts import Profile, choose_cuts, places_of, profile
 from meshwright.planner.stage_memory import rank_memory
 from meshwright.planner.traffic import moved_bytes
 
-MOST_MICRO_BATCHES_PER_STAGE = 4
-"""With so many micro-batches per rank the pipeline idles at most a fifth of the time; more make kernels small."""
+_EACH_FOR_ITSELF = ClusterGraph((), (), ())
+"""Says that every op and value of a program stands for itself alone."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,9 @@ class PipelineRequest:
 
     Attributes:
         degree: ranks along the pipeline axis.
-        schedule: a name of ``SCHEDULES``; None: ``"1f1b"``, or ``"gpipe"`` where there are fewer micro-batches than stages.
-        micro_batches: how many; None: as many as divide the batch, up to four per rank.
-        stages_per_rank: None: as few as the schedule allows (``zero_bubble`` and ``interleaved_1f1b``: 2).
+        schedule: a name of ``SCHEDULES``; None: searched.
+        micro_batches: how many; None: searched.
+        stages_per_rank: None: searched, or where the schedule is given, as few as it allows (``zero_bubble`` and ``interleaved_1f1b``: 2).
         homes: the stages that hold each parameter, by FQN, where the model lies in stages already; None: cut freely.
     """
 
@@ -56,39 +58,37 @@ class PipelineRequest:
     homes: Mapping[str, tuple[int, ...]] | None = None
 
 
-def resolved(request: PipelineRequest, graph: OpGraph, devices: int) -> PipelineRequest:
-    """The request with everything chosen that it leaves open.
+@dataclass(frozen=True)
+class Lying:
+    """Where a program's values lie over the axis of micro-batches, and which of their communication can hide.
 
-    Args:
-        request: what is asked.
-        graph: the program.
-        devices: number of devices of a stage.
-
-    Raises:
-        InputError: the batch, the program or the schedule does not allow it.
+    Attributes:
+        times: over the axis of micro-batches.
+        hides: (value, phase) whose redistribution can hide, see :mod:`~meshwright.planner.solve.segments`.
     """
-    count = request.micro_batches or _micro_batches(graph, request, devices)
-    name = request.schedule or ("gpipe" if count < request.degree else "1f1b")
-    least, most = schedule_named(name).stages_per_rank
-    each = request.stages_per_rank or (2 if most is None else least)
-    check_schedule(name, request.degree, request.degree * each, count)
-    return PipelineRequest(request.degree, name, count, each, request.homes)
 
+    times: TimeSpecs
+    hides: frozenset[tuple[str, str]]
 
-def _micro_batches(graph: OpGraph, request: PipelineRequest, devices: int) -> int:
-    """The most that divide the batch, up to a few per rank; such that all devices of a stage can share each, if there are any."""
-    if request.schedule == "naive":
-        return 1
-    batch = batch_length(graph)
-    counts = [n for n in range(1, MOST_MICRO_BATCHES_PER_STAGE * request.degree + 1) if batch % n == 0]
-    shared = [n for n in counts if (batch // n) % devices == 0]
-    for count in sorted(shared or counts, reverse=True):
-        try:
-            time_specs(graph, count)
-        except InputError:
-            return 1
-        return count
-    return 1
+    @classmethod
+    def of(cls, graph: OpGraph, clusters: ClusterGraph, micro_batches: int) -> Lying:
+        """Of a program.
+
+        Raises:
+            InputError: it cannot run in so many micro-batches.
+        """
+        return cls(time_specs(graph, micro_batches), hidden_values(graph, clusters))
+
+    def of_copies(self, graph: OpGraph, names: Mapping[str, str]) -> Lying:
+        """The same of a program with copies of the blocks of this one; ``names``: of its ops and placeholders here."""
+        inputs = {i.value.name: p for i in graph.inputs if (p := self.times.inputs.get(names[i.value.name])) is not None}
+        ops = {op.name: spec for op in graph.ops if (spec := self.times.ops.get(names[op.name])) is not None}
+        values = [*(i.value.name for i in graph.inputs), *(v.name for op in graph.ops for v in op.outs if v is not None)]
+        hides = set[tuple[str, str]]()
+        for value in values:
+            node, mark, slot = value.partition("#")
+            hides.update((value, phase) for phase in SEGMENTS if (names[node] + mark + slot, phase) in self.hides)
+        return Lying(TimeSpecs(inputs, ops), frozenset(hides))
 
 
 @dataclass(frozen=True)
@@ -98,48 +98,57 @@ class Uncut:
     Attributes:
         plan: for the whole program on the devices of one stage, made for pieces of the batch that its devices can share.
         graph: the program.
+        lying: where its values lie over the axis of micro-batches.
         micro_batches: into how many the batch is cut.
         hardware: of a stage.
         link: between neighbouring stages.
         limit_bytes: memory per device.
+        sums_whole: whether gradients of kept parameters are to be summed whole; None: as the plan's strategy says.
     """
 
     plan: Plan
     graph: OpGraph
+    lying: Lying
     micro_batches: int
     hardware: Hardware
     link: Link
     limit_bytes: int
+    sums_whole: bool | None = None
+    _shared: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def whole_gradients(self) -> bool:
         """Whether gradients of kept parameters are summed whole over micro-batches and scattered once per step."""
-        return self.micro_batches > 1 and strategy_named(self.plan.strategy).whole_gradients and bool(self.plan.kept)
-
-    @cached_property
-    def times(self) -> TimeSpecs:
-        """Where values lie over the axis of micro-batches."""
-        return time_specs(self.graph, self.micro_batches)
+        asked = strategy_named(self.plan.strategy).whole_gradients if self.sums_whole is None else self.sums_whole
+        return self.micro_batches > 1 and asked and bool(self.plan.kept)
 
     @cached_property
     def costs(self) -> CostModel | MicroCosts:
         """Prices of a step."""
         if self.micro_batches == 1:
             return CostModel(self.hardware, self.plan.mesh)
-        return MicroCosts(self.hardware, self.plan.mesh, self.graph, self.times, self.micro_batches)
+        behind = {parameter_behind(self.graph, value) for value in self.plan.kept} if self.whole_gradients else set[str]()
+        whole = {i.name for i in self.graph.inputs_of("parameter") if i.value.name in behind}
+        rows = TimeRows(self.graph, self.lying.times, self.micro_batches, whole)
+        return MicroCosts(self.hardware, self.plan.mesh, rows)
 
     @cached_property
     def profile(self) -> Profile:
         """Work and bytes along the program."""
-        return profile(self.graph, self.plan, self.costs)
+        return profile(self.graph, self.plan, self.costs, self.lying.hides)
 
-    @cached_property
+    @property
     def beside(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Bytes that running takes besides what is saved, by category, and the place of each point among the forward ops."""
-        over_time = self.costs.made if isinstance(self.costs, MicroCosts) else {}
-        clusters = trivial_clusters(self.graph, rules.rows_for)
+        if "beside" not in self._shared:
+            self._shared["beside"] = self._find_beside()
+        found: tuple[np.ndarray, dict[str, np.ndarray]] = self._shared["beside"]
+        return found
+
+    def _find_beside(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        over_time = self.costs.time.made if isinstance(self.costs, MicroCosts) else {}
         made = made_placements(self.plan, self.graph)
-        names, found = beside_saved(self.plan, self.graph, clusters, made, over_time, self.micro_batches)
+        names, found = beside_saved(self.plan, self.graph, _EACH_FOR_ITSELF, made, over_time, self.micro_batches)
         place = places_of(self.graph)
         return np.array([place[n] for n in names], dtype=np.int64), found
 
@@ -152,16 +161,17 @@ class Uncut:
         assert request.schedule is not None and request.stages_per_rank is not None
         count = request.degree * request.stages_per_rank
         if request.homes is not None:
-            cuts = cuts_at_homes(self.graph, request.homes, count, self.profile.alive_bytes)
-        else:
-            cuts = choose_cuts(self.profile, count, self.link, self.micro_batches)
-        return self.cut_at(request, cuts)
+            return self.cut_at(request, cuts_at_homes(self.graph, request.homes, count, self.profile.alive_bytes))
+        if count not in self._shared:
+            self._shared[count] = choose_cuts(self.profile, count, self.link, self.micro_batches)
+        return self.cut_at(request, self._shared[count])
 
     def cut_at(self, request: PipelineRequest, cuts: tuple[str, ...]) -> Plan:
         """In stages that end behind given ops."""
         assert request.schedule is not None
+        times = self.lying.times
         pipeline = Pipeline(
-            request.degree, request.schedule, cuts, self.micro_batches, self.times.inputs, self.times.ops, self.whole_gradients
+            request.degree, request.schedule, cuts, self.micro_batches, times.inputs, times.ops, self.whole_gradients
         )
         staged = replace(self.plan, pipeline=pipeline, memory_limit_bytes=self.limit_bytes, collectives=())
         return replace(staged, predicted=self._predicted(staged))
@@ -204,29 +214,6 @@ class Uncut:
         edges = [found.names.index(name) + 1 for name in pipeline.cuts]
         parts = [float(part.sum()) for part in np.split(found.once_s, edges)]
         return [sum(parts[s] for s in pipeline.stages_of(rank)) for rank in range(pipeline.degree)]
-
-
-def with_pipeline(plan: Plan, graph: OpGraph, request: PipelineRequest, hardware: Hardware, link: Link, limit_bytes: int) -> Plan:
-    """``plan`` in stages.
-
-    Args:
-        plan: for the whole program on the devices of one stage, made for pieces of the batch that its devices can share.
-        graph: the program.
-        request: what is asked, see :func:`resolved`.
-        hardware: of a stage.
-        link: between neighbouring stages.
-        limit_bytes: memory per device.
-
-    Raises:
-        InputError: the program cannot be cut so.
-        InfeasibleError: the fullest rank needs more than the memory limit.
-    """
-    assert request.micro_batches is not None
-    uncut = Uncut(plan, graph, request.micro_batches, hardware, link, limit_bytes)
-    staged = uncut.cut(request)
-    if staged.predicted.peak_memory_bytes > limit_bytes:
-        raise too_large(uncut, staged)
-    return staged
 
 
 def too_large(uncut: Uncut, staged: Plan) -> InfeasibleError:

@@ -65,8 +65,19 @@ class Profile:
         return self.forward_s + self.backward_s
 
 
-def profile(graph: OpGraph, plan: Plan, costs: CostModel | MicroCosts) -> Profile:
-    """Work and bytes of a planned program."""
+def profile(
+    graph: OpGraph, plan: Plan, costs: CostModel | MicroCosts, hides: frozenset[tuple[str, str]] | None = None
+) -> Profile:
+    """Work and bytes of a planned program.
+
+    Args:
+        graph: the program.
+        plan: for the whole of it, on the devices of one stage.
+        costs: prices of a step.
+        hides: (value, phase) whose redistribution can hide; None: looked for.
+    """
+    if hides is None:
+        hides = hidden_values(graph, trivial_clusters(graph, rules.rows_for))
     forward = [op for op in graph.ops if op.phase == "forward"]
     place = places_of(graph)
     late = _weights_only(graph, forward, place)
@@ -78,7 +89,7 @@ def profile(graph: OpGraph, plan: Plan, costs: CostModel | MicroCosts) -> Profil
         if op is not None:
             work[op.phase][place[op.name]] += s
             work["weight"][place[op.name]] += s * late.get(op.name, 0.0)
-    once = _with_communication(graph, plan, costs, place, work)
+    once = _with_communication(graph, plan, costs, place, work, hides)
     made, stash = made_placements(plan, graph), np.zeros(len(forward))
     for op in (op for op in graph.ops if op.phase == "backward" and late[op.name] < 1.0):
         for v in (v for v in op.outs if v is not None):
@@ -111,13 +122,17 @@ def _kernels_alone(graph: OpGraph, plan: Plan, costs: CostModel | MicroCosts) ->
 
 
 def _with_communication(
-    graph: OpGraph, plan: Plan, costs: CostModel | MicroCosts, place: Mapping[str, int], work: dict[str, np.ndarray]
+    graph: OpGraph,
+    plan: Plan,
+    costs: CostModel | MicroCosts,
+    place: Mapping[str, int],
+    work: dict[str, np.ndarray],
+    hides: frozenset[tuple[str, str]],
 ) -> np.ndarray:
     """Add what kernels cannot hide to ``work``; the seconds of what is done once per step.
 
     Where a phase's hidden communication takes longer than its kernels, all of them are as much longer.
     """
-    hides = hidden_values(graph, trivial_clusters(graph, rules.rows_for))
     once, exposed = np.zeros(len(work["forward"])), {p: np.zeros(len(work["forward"])) for p in ("forward", "backward")}
     hidden_s = dict.fromkeys(exposed, 0.0)
     for step in planned_steps(plan, graph):
@@ -258,7 +273,7 @@ def choose_cuts(found: Profile, stages: int, link: Link, micro_batches: int) -> 
     """
     if stages == 1:
         return ()
-    places = _candidates(found, stages)
+    places = cut_places(found, stages)
     total = np.concatenate([[0.0], np.cumsum(found.work_s)[places], [found.work_s.sum()]])
     sizes = np.concatenate([[0.0], found.alive_bytes[places], [0.0]])
     sent = np.where(sizes > 0, 2 * (sizes / link.bytes_per_s + micro_batches * link.latency_s), 0.0)
@@ -268,7 +283,7 @@ def choose_cuts(found: Profile, stages: int, link: Link, micro_batches: int) -> 
     return tuple(found.names[places[j - 1]] for j in chosen)
 
 
-def _candidates(found: Profile, stages: int) -> np.ndarray:
+def cut_places(found: Profile, stages: int) -> np.ndarray:
     """Places where no neighbour has fewer bytes alive; all places where those are too few."""
     alive = found.alive_bytes
     inner = np.flatnonzero((alive > 0) & (np.cumsum(found.work_s) > 0))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from meshwright.planner.ir.graph import GraphInput, OpGraph
 from meshwright.planner.ir.pipeline import stage_of_op
 from meshwright.planner.ir.plan import Plan
@@ -43,6 +45,26 @@ def rank_memory(
                 **beside[rank],
             }
         )
+    return found
+
+
+def rest_by_place(plan: Plan, graph: OpGraph) -> np.ndarray:
+    """Bytes that are held for parameters whatever runs, at the forward op that reads each first, float64 [forward ops]."""
+    forward = [op for op in graph.ops if op.phase == "forward"]
+    kept, state = _kept_bytes(plan, graph), optimizer_bytes(int(plan.optimizer) if plan.optimizer.isdigit() else plan.optimizer)
+    root = {i.value.name: i for i in graph.inputs_of("parameter")}
+    found, seen = np.zeros(len(forward)), set[str]()
+    width = 2 if plan.precision == "bf16-mixed" else 4
+    for index, op in enumerate(forward):
+        if len(op.ins) == 1 and op.ins[0].name in root and op.outs[0] is not None and graph.consumers.get(op.outs[0].name):
+            root[op.outs[0].name] = root[op.ins[0].name]
+            continue
+        for source in (root[v.name] for v in op.ins if v.name in root and root[v.name].name not in seen):
+            seen.add(source.name)
+            numel = local_numel(source.value.shape, plan.inputs[source.value.name], plan.mesh.sizes)
+            trained = source.trainable and plan.training
+            each = source.value.dtype.itemsize * (1 + trained) + trained * (state + width)
+            found[index] += numel * each + kept.get(source.value.name, 0)
     return found
 
 

@@ -12,7 +12,7 @@ from meshwright.planner.ir.cluster import ClusterRow
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.spec import P, R, S
 from meshwright.planner.micro import time_specs
-from meshwright.planner.micro_costs import MicroCosts
+from meshwright.planner.micro_costs import MicroCosts, TimeRows
 from tests.helpers.models import ALL
 from tests.helpers.prepared import captured, toy_hardware
 
@@ -31,7 +31,7 @@ def test_kernels_cost_as_often_as_they_run_what_those_of_a_micro_batch_cost(name
     batch = {k: v[: len(v) // COUNT] if isinstance(v, torch.Tensor) and v.dim() else v for k, v in ALL[name].batch().items()}
     one = remat.save_few(trace.capture(ALL[name].model(), (), batch))
     hardware = toy_hardware(mesh)
-    costs = MicroCosts(hardware, mesh, whole.graph, time_specs(whole.graph, COUNT), COUNT)
+    costs = MicroCosts(hardware, mesh, TimeRows(whole.graph, time_specs(whole.graph, COUNT), COUNT))
     small = {c.name: c for c in fuse(one.graph, rules.rows_for).clusters}
     alone, compared, once = CostModel(hardware, mesh), 0, []
     for cluster in fuse(whole.graph, rules.rows_for).clusters:
@@ -48,7 +48,7 @@ def test_kernels_cost_as_often_as_they_run_what_those_of_a_micro_batch_cost(name
 def test_a_parameter_is_gathered_for_every_micro_batch_and_its_gradient_summed_once():
     capture, mesh = captured("gpt2"), MeshShape.of(2)
     graph, hardware = capture.graph, toy_hardware(mesh)
-    costs, whole = MicroCosts(hardware, mesh, graph, time_specs(graph, COUNT), COUNT), CostModel(hardware, mesh)
+    costs, whole = MicroCosts(hardware, mesh, TimeRows(graph, time_specs(graph, COUNT), COUNT)), CostModel(hardware, mesh)
     weight = next(i.value for i in graph.inputs_of("parameter") if len(i.value.shape) == 2)
     gradient = next(o.value for o in graph.outputs_of("gradient") if o.value is not None and o.value.shape == weight.shape)
     gather, reduce, scatter = (weight, (S(0),), 0, R), (gradient, (P,), 0, R), (gradient, (P,), 0, S(0))
@@ -61,7 +61,7 @@ def test_a_parameter_is_gathered_for_every_micro_batch_and_its_gradient_summed_o
 def test_an_activation_moves_in_pieces_of_a_micro_batch():
     capture, mesh = captured("gpt2"), MeshShape.of(2)
     graph, hardware = capture.graph, toy_hardware(mesh)
-    costs, whole = MicroCosts(hardware, mesh, graph, time_specs(graph, COUNT), COUNT), CostModel(hardware, mesh)
+    costs, whole = MicroCosts(hardware, mesh, TimeRows(graph, time_specs(graph, COUNT), COUNT)), CostModel(hardware, mesh)
     value = next(v for op in graph.ops for v in op.outs if v is not None and len(v.shape) == 3 and costs.sort_of(v)[0] == S(0))
     kind, size, seconds = costs.step_s(value, (S(1),), 0, R)
     assert (kind, size) == ("all_gather", whole.step_s(value, (S(1),), 0, R)[1] // COUNT)

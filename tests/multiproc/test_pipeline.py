@@ -109,10 +109,12 @@ def _by_degrees(rank: int, strategy: str) -> tuple[str, str, int]:
     return f"{float(pm.step(case.batch())):.6f}", pm.plan.pipeline.schedule, pm.plan.pipeline.micro_batches
 
 
-@pytest.mark.parametrize(("strategy", "schedule", "micro_batches"), [("pipeline", "1f1b", 8), ("model_parallel", "naive", 1)])
-def test_named_strategies_cut_the_model_over_all_ranks(strategy, schedule, micro_batches):
-    wanted = f"{float(reference('mlp').loss):.6f}"
-    assert run_ranks(2, _by_degrees, strategy) == [(wanted, schedule, micro_batches)] * 2
+@pytest.mark.parametrize(("strategy", "allowed"), [("pipeline", (2, 4, 8)), ("model_parallel", (1,))])
+def test_named_strategies_cut_the_model_over_all_ranks(strategy, allowed):
+    first, second = run_ranks(2, _by_degrees, strategy)
+    loss, schedule, micro_batches = first
+    assert first == second and loss == f"{float(reference('mlp').loss):.6f}"
+    assert micro_batches in allowed and (schedule == "naive") == (micro_batches == 1)
 
 
 def _one_loop(rank: int, plan: Any) -> list[float]:
