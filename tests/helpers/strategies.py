@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from meshwright.planner import rules
+from meshwright.planner.fuse import trivial_clusters
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.recompute import Recompute
 from meshwright.planner.options import Options
-from meshwright.planner.pipelined import PipelineRequest, resolved, with_pipeline
+from meshwright.planner.pipelined import Lying, PipelineRequest, Uncut
 from meshwright.planner.repeat import Folded
 from meshwright.planner.search import make_plan
+from meshwright.planner.staging import schedules
 from meshwright.planning import Request, capture_call, model_name, plan_capture
 from meshwright.runtime.mesh import make_mesh
 from meshwright.target import target_of
@@ -57,8 +60,10 @@ def mixed_trial(name: str, strategy: str, ranks: int, recompute: Recompute, stag
     options = Options(strategy=strategy, alternatives=False, model=name, micro_batches=count)
     plan = replace(make_plan(capture, mesh, hardware, options), recompute=recompute)
     if stages is not None:
-        request = resolved(stages, capture.graph, mesh.num_devices)
-        plan = with_pipeline(plan, capture.graph, request, hardware, hardware.links[0], plan.memory_limit_bytes)
+        schedule, each = next(schedules(stages.degree, count, stages))
+        lying = Lying.of(capture.graph, trivial_clusters(capture.graph, rules.rows_for), count)
+        uncut = Uncut(plan, capture.graph, lying, count, hardware, hardware.links[0], plan.memory_limit_bytes)
+        plan = uncut.cut(replace(stages, schedule=schedule, stages_per_rank=each))
     return Trial(f"{name} {strategy} {recompute} {stages or ''}", case, case.model(), capture, plan, reference(name))
 
 
