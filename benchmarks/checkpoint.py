@@ -96,7 +96,7 @@ def run_rank(rank: int, ranks: int, folder: str, options: argparse.Namespace) ->
     for turn in range(options.rounds + 1):
         for name in (*ways,) if turn % 2 else ("save", "save torch", "load", "load torch", "background"):
             measured = measure(ways[name])
-            pm._wait_for_checkpoint()
+            pm.wait_for_checkpoint()
             if turn:
                 found[name].append(measured)
             if name == "background":

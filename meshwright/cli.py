@@ -171,12 +171,21 @@ def run(
     script: Annotated[str, typer.Argument(help="The script that every rank runs.")],
     args: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
     ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Number of local ranks.")] = 1,
+    elastic: Annotated[bool, typer.Option("--elastic", help="Start it again, without the ranks that were killed.")] = False,
+    allowed: Annotated[str | None, typer.Option(help="With --elastic: numbers of ranks it can run on, as 8,4,2.")] = None,
+    max_restarts: Annotated[int, typer.Option(min=0, help="With --elastic: how often it is started again.")] = 10,
 ) -> None:
     """Run a script on local ranks, through torchrun's own machinery."""
     if not Path(script).is_file():
         from meshwright.planner.ir.errors import InputError
 
         raise InputError(f"script {script!r} does not exist")
+    if elastic:
+        from meshwright.options import read_counts
+        from meshwright.runtime.elastic import run_elastic
+
+        counts = None if allowed is None else read_counts(allowed)
+        raise typer.Exit(run_elastic(script, args or [], ranks, allowed=counts, max_restarts=max_restarts))
     from meshwright.runtime.launch import run_script
 
     raise typer.Exit(run_script(script, args or [], ranks))

@@ -32,3 +32,17 @@ def read_logical_mesh(text: str) -> str | tuple[int, ...]:
     ((4, 2, 8), 'given')
     """
     return tuple(map(int, text.split("x"))) if re.fullmatch(r"\d+(x\d+)*", text) else text
+
+
+def read_counts(text: str) -> tuple[int, ...]:
+    """Read ``"8,4,2"``.
+
+    Raises:
+        InputError: the text has another form, or a number is zero.
+
+    >>> read_counts("8, 4")
+    (8, 4)
+    """
+    if not re.fullmatch(r"\s*[1-9]\d{0,8}\s*(,\s*[1-9]\d{0,8}\s*)*", text):
+        raise InputError(f"numbers of ranks {text!r} are not NUMBER,NUMBER,... of at least 1, for example '8,4,2'")
+    return tuple(map(int, text.split(",")))

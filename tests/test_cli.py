@@ -82,6 +82,8 @@ def test_devices_lists_every_record(monkeypatch, capsys):
         (("plan", "CONFIG", "--cluster", "8xH100", "--batch", "4", "--precision", "fp8"), "precision='fp8' is not known"),
         (("plan", "CONFIG", "--cluster", "8xH100", "--batch", "4", "--memory", "much"), "memory 'much' is not a positive size"),
         (("run", "-n", "2", "nowhere.py"), "script 'nowhere.py' does not exist"),
+        (("run", "--elastic", "-n", "3", "--allowed", "4,2", __file__), "-n 3 is not among the allowed numbers of ranks 4, 2"),
+        (("run", "--elastic", "--allowed", "4,0", __file__), "numbers of ranks '4,0' are not NUMBER,NUMBER"),
         (
             ["plan", "CONFIG", "--cluster", "2x2xH100", "--batch", "8", "--seq", "32", "--degrees", "tp:2"],
             "degrees 'tp:2' is not NAME=DEVICES,... with each name once",

@@ -65,7 +65,7 @@ class Checkpointed(nn.Module):
             step: the step it is of. Default: one more than the highest in the folder.
             extra: what else is to come back: a table of numbers, texts, lists (a scheduler's ``state_dict()``, a place in the data).
             asynchronous: return as soon as this rank has copied what it writes, and write in the background. The next save waits for
-                this one; call ``wait()`` of the result before the process group is destroyed.
+                this one; call :meth:`wait_for_checkpoint` before the process group is destroyed.
             keep_last: remove all but so many checkpoints, the last written ones. Default: keep all.
 
         Returns:
@@ -77,7 +77,7 @@ class Checkpointed(nn.Module):
         """
         check_request(step, keep_last, extra)
         group = self._checkpoint_group()
-        self._wait_for_checkpoint()
+        self.wait_for_checkpoint()
         held = Held.by(self)
 
         def mine() -> tuple[dict[str, Any] | None, Any, dict[str, int], dict[str, str]]:
@@ -128,7 +128,7 @@ class Checkpointed(nn.Module):
             FormatError: it is malformed or damaged.
         """
         group = self._checkpoint_group()
-        self._wait_for_checkpoint()
+        self.wait_for_checkpoint()
         found = group.from_first(lambda: loading.find(Path(path), step, optional))
         if found is None:
             return Loaded(None)
@@ -178,7 +178,7 @@ class Checkpointed(nn.Module):
             CheckpointError: it could not be written.
         """
         group, final = self._checkpoint_group(), Path(folder)
-        self._wait_for_checkpoint()
+        self.wait_for_checkpoint()
 
         def beside() -> str:
             if final.exists():
@@ -202,8 +202,12 @@ class Checkpointed(nn.Module):
             self.__dict__["_checkpoint_ranks"] = Group(self.device_mesh)
         return self.__dict__["_checkpoint_ranks"]
 
-    def _wait_for_checkpoint(self) -> None:
-        """Wait for the checkpoint in the background; its error is raised unless it was before."""
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the checkpoint that is written in the background is there; call it before the process group is destroyed.
+
+        Raises:
+            CheckpointError: it could not be written, and nobody was told yet.
+        """
         saving: Saving | None = self.__dict__.pop("_checkpoint_saving", None)
         if saving is not None and not saving._told:
             saving.wait()
