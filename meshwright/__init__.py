@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from meshwright.planner.ir.plan import Plan as Plan
     from meshwright.planner.ir.spec import Row as Row
     from meshwright.runtime.checkpoint.plain import to_safetensors as to_safetensors
+    from meshwright.runtime.export.load import load as load
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ _HOME = {
     "autoparallelize": "meshwright.api",
     "plan": "meshwright.api",
     "advise": "meshwright.advice",
+    "load": "meshwright.runtime.export.load",
     "memory": "meshwright.calculator",
     "rule": "meshwright.custom",
     "to_safetensors": "meshwright.runtime.checkpoint.plain",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from meshwright.planner.ir.graph import OpGraph
 from meshwright.runtime.dtensor import local_of, wrap_like
 from meshwright.runtime.mesh import device_of
 from meshwright.runtime.stage_mesh import StageMesh
@@ -20,14 +19,14 @@ class GradientBook:
     """Which gradients there are, who holds the parameters, and the groups over which shared ones are summed.
 
     Args:
-        graph: the captured program.
+        trained: names of the gradients that the program makes.
         holders: for every parameter, the coordinates along the pipeline axis that hold it.
         mesh: this rank's place.
     """
 
-    def __init__(self, graph: OpGraph, holders: Mapping[str, tuple[int, ...]], mesh: StageMesh):
+    def __init__(self, trained: Iterable[str], holders: Mapping[str, tuple[int, ...]], mesh: StageMesh):
         self._mesh = mesh
-        self._trained = [o.name for o in graph.outputs_of("gradient") if o.value is not None and o.name in holders]
+        self._trained = [name for name in trained if name in holders]
         self._holders = holders
         shared = sorted({holders[n] for n in self._trained if len(holders[n]) > 1})
         self._groups = {ranks: mesh.group_of(ranks) for ranks in shared}

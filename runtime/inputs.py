@@ -130,6 +130,11 @@ def describe_call(leaves: Mapping[str, Any], *, grad: bool) -> Call:
     }
 
 
+def without_gradients(call: Call) -> Call:
+    """The same call, none of whose tensors wants a gradient."""
+    return {path: replace(leaf, requires_grad=False) if isinstance(leaf, TensorLeaf) else leaf for path, leaf in call.items()}
+
+
 def key_of(call: Call) -> tuple[Any, ...]:
     """A hashable key that is equal for equal calls, in whatever order their arguments came."""
     return tuple(sorted(call.items(), key=lambda item: item[0]))

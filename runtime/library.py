@@ -19,7 +19,7 @@ from meshwright.planner.ir.spec import Placements, format_placements
 from meshwright.runtime.checks import agree
 from meshwright.runtime.inputs import Call, CallBinder, difference, dtype_differences, key_of
 from meshwright.runtime.mesh import mesh_shape
-from meshwright.runtime.params import skeleton
+from meshwright.runtime.params import class_name, skeleton
 from meshwright.runtime.programs import (
     BoundProgram,
     RankProgram,
@@ -98,7 +98,7 @@ class ProgramLibrary:
     ):
         self.mesh, self.rests, self.batch = mesh, dict(rests), batch
         self.binder = CallBinder(model.forward)
-        self.model_name = type(model).__name__
+        self.model_name = class_name(model)
         self._compile, self._replan = compile, replan
         self._skeleton = skeleton(model) if replan is not None else None
         self._programs: list[BoundProgram] = []

@@ -16,22 +16,24 @@ from torch.utils import _pytree as pytree
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.plan import Plan
-from meshwright.runtime.checkpoint.methods import Checkpointed
 from meshwright.runtime.checks import agree, batch_fingerprint
 from meshwright.runtime.dtensor import local_of
+from meshwright.runtime.export.manifest import MeshRecord
+from meshwright.runtime.export.methods import Exported
+from meshwright.runtime.export.model_tree import ModelRecord, model_record
 from meshwright.runtime.inputs import call_of_batch, describe_call
 from meshwright.runtime.library import Demand, ProgramLibrary
 from meshwright.runtime.mesh import broadcast_object, check_mesh, device_of, logical_mesh, mesh_shape
 from meshwright.runtime.one_controller import OneController
 from meshwright.runtime.params import fill_tree, place_state, resting_placements
 from meshwright.runtime.pipeline import PipelineModule, build_pipeline
-from meshwright.runtime.programs import BoundProgram, Replan, check_plan
+from meshwright.runtime.programs import BoundProgram, RankProgram, Replan, check_plan
 from meshwright.runtime.random import SeedSequence, initial_seed
 from meshwright.runtime.state import Tree, full_state_dict, load_state
 from meshwright.runtime.step import Return, Step, return_to_input, return_to_parameter
 
 
-class ParallelModule(Checkpointed):
+class ParallelModule(Exported):
     """A model on a mesh; train it as the original.
 
     Its parameters are DTensors under the original names; buffers are whole on every rank. ``forward`` takes what the
@@ -47,10 +49,10 @@ class ParallelModule(Checkpointed):
     plan: Plan
     device_mesh: DeviceMesh
 
-    def __init__(self, model: nn.Module, library: ProgramLibrary, plan: Plan, outputs: str):
+    def __init__(self, model: nn.Module, library: ProgramLibrary, plan: Plan, outputs: str, given: MeshRecord):
         super().__init__()
         self.plan, self.device_mesh = plan, library.mesh
-        self._library, self._outputs = library, outputs
+        self._library, self._outputs, self._given_mesh = library, outputs, given
         self._controller = OneController(library.mesh) if plan.one_controller else None
         rests = library.rests
         state = place_state(model, rests, library.mesh)
@@ -71,19 +73,23 @@ class ParallelModule(Checkpointed):
         """
         leaves = self._library.binder.leaves(args, kwargs)
         parameters = self._tree.parameters()
-        grad = torch.is_grad_enabled()
-        call = describe_call(leaves, grad=grad)
-        trainable = frozenset(name for name, p in parameters.items() if p.requires_grad)
-        wants_grad = grad and (bool(trainable) or any(getattr(leaf, "requires_grad", False) for leaf in call.values()))
-        demand = Demand(call, self._tree.modes(self), trainable, wants_grad)
+        demand = self._demand(leaves, parameters)
         program, is_new = self._library.find(demand, leaves, (args, kwargs))
         if is_new:
             self._check_first_call(program, leaves)
         if self._controller is not None:
             self._controller.hand_out_parameters(parameters.values())
-        results = self._run(program, leaves, parameters, wants_grad)
+        results = self._run(program, leaves, parameters, demand.wants_grad)
         output = program.structure(results, whole=self._outputs == "full")
         return output if self._controller is None else self._controller.collect(output)
+
+    def _demand(self, leaves: Mapping[str, Any], parameters: Mapping[str, Any]) -> Demand:
+        """What a call demands of a program."""
+        grad = torch.is_grad_enabled()
+        call = describe_call(leaves, grad=grad)
+        trainable = frozenset(name for name, p in parameters.items() if p.requires_grad)
+        wants_grad = grad and (bool(trainable) or any(getattr(leaf, "requires_grad", False) for leaf in call.values()))
+        return Demand(call, self._tree.modes(self), trainable, wants_grad)
 
     def step(self, batch: Any) -> torch.Tensor:
         """Forward and backward of one batch; gradients are added to ``.grad``. The same call trains a model in pipeline stages.
@@ -192,6 +198,27 @@ class ParallelModule(Checkpointed):
                 tensors.append(leaves[path])
         return returns, tensors
 
+    # --- export ---------------------------------------------------------------------------------------------------
+
+    def _sources(self) -> tuple[RankProgram, ...]:
+        return tuple(p.source for p in self._library.programs)
+
+    def _record(self) -> ModelRecord:
+        return model_record(self, self._library.model_name, self._library.binder.signature)
+
+    @torch.no_grad()
+    def _prepare(self, batch: Any) -> None:
+        args, kwargs = call_of_batch(batch)
+        leaves = self._library.binder.leaves(args, kwargs)
+        with self._evaluating():
+            self._library.find(self._demand(leaves, self._tree.parameters()), leaves, (args, kwargs))
+
+    def _places(self) -> tuple[int, int]:
+        return 1, 0
+
+    def _axes_inside(self) -> int:
+        return self.device_mesh.ndim
+
     # --- state ----------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -286,12 +313,13 @@ def build(
         "plan": plan.hash[:16],
     }
     agree(facts, device_mesh, "start-up")
+    given = MeshRecord(shape.sizes, shape.names)
     device_mesh = logical_mesh(device_mesh, plan.mesh)
     check_plan(capture, plan, mesh_shape(device_mesh))
     library = ProgramLibrary(
         model, device_mesh, resting_placements(capture.graph, plan), batch=batch, compile=compile, replan=replan
     )
-    module = ParallelModule(model, library, plan, outputs or "auto")
+    module = ParallelModule(model, library, plan, outputs or "auto", given)
     library.add(capture, plan, tuple(m.training for m in model.modules()))
     return module
 

@@ -51,6 +51,11 @@ class StandIn(nn.Parameter):
     """An empty parameter for the optimizer of a rank whose stages have none: torch refuses an empty list. It has no name."""
 
 
+def class_name(module: nn.Module) -> str:
+    """The name of the class of the module that was written or stands for it."""
+    return module.original if isinstance(module, Part) else type(module).__name__
+
+
 @dataclass(frozen=True)
 class PlacedState:
     """A model's parameters and buffers on this rank.
@@ -177,7 +182,7 @@ def fill_tree(root: nn.Module, model: nn.Module, state: PlacedState) -> None:
     """
     parts: dict[int, nn.Module] = {id(model): root}
     for path, module in model.named_modules(remove_duplicate=False):
-        part = parts.setdefault(id(module), Part(type(module).__name__))
+        part = parts.setdefault(id(module), Part(class_name(module)))
         part.training = module.training
         if path:
             parent, _, leaf = path.rpartition(".")

@@ -17,22 +17,32 @@ from meshwright.planner.ir.errors import InputError, MeshwrightError, StepError
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.pipeline import Pipeline, check_schedule
 from meshwright.planner.ir.plan import Plan
-from meshwright.runtime.checkpoint.methods import Checkpointed
 from meshwright.runtime.checks import agree, batch_fingerprint
+from meshwright.runtime.export.manifest import MeshRecord
+from meshwright.runtime.export.methods import Exported
+from meshwright.runtime.export.model_tree import ModelRecord, model_record
 from meshwright.runtime.gradients import GradientBook
 from meshwright.runtime.inputs import Call, CallBinder, call_of_batch, describe_call, dtype_differences
 from meshwright.runtime.journal import Journal, culprit
 from meshwright.runtime.mesh import broadcast_object, check_mesh, device_of, mesh_shape
-from meshwright.runtime.params import StandIn, fill_tree, place_state, resting_placements
+from meshwright.runtime.params import StandIn, class_name, fill_tree, place_state
 from meshwright.runtime.programs import Replan
 from meshwright.runtime.random import SeedSequence, initial_seed
 from meshwright.runtime.stage_mesh import StageMesh
 from meshwright.runtime.stage_state import full_state_dict, load_state_dict
-from meshwright.runtime.staged import Replanner, StagedProgram, check_homes, lowered, mode_text
+from meshwright.runtime.staged import (
+    RankStages,
+    Replanner,
+    StagedProgram,
+    bound_groups,
+    captured_stages,
+    check_homes,
+    mode_text,
+)
 from meshwright.runtime.state import Tree
 
 
-class PipelineModule(Checkpointed):
+class PipelineModule(Exported):
     """A model in stages on a mesh with a ``pp`` axis; train it with :meth:`step`.
 
     It has the module tree of the original. This rank's parameters are DTensors under the original names, on the mesh inside
@@ -50,21 +60,20 @@ class PipelineModule(Checkpointed):
     def __init__(
         self,
         model: nn.Module,
-        capture: Capture,
-        plan: Plan,
+        source: RankStages,
         mesh: StageMesh,
-        program: PipelineProgram,
+        given: MeshRecord,
         *,
         compile: bool,
         replan: Replan | None,
     ):
         super().__init__()
-        assert plan.pipeline is not None
+        program, plan = bound_groups(source, mesh), source.plan
         self.plan, self.device_mesh, self.stage_mesh = plan, mesh.whole, mesh.inside
-        self._mesh, self._pipeline = mesh, plan.pipeline
-        self._name, self._meta = type(model).__name__, {k: (v.shape, v.dtype) for k, v in model.state_dict().items()}
-        names = {i.name: (i.name, *i.aliases) for i in capture.graph.inputs_of("parameter")}
-        self._rests = resting_placements(capture.graph, plan)
+        self._mesh, self._pipeline, self._given_mesh = mesh, source.pipeline, given
+        self._name, self._meta = class_name(model), {k: (v.shape, v.dtype) for k, v in model.state_dict().items()}
+        names = {i.name: (i.name, *i.aliases) for i in source.interface.of("parameter")}
+        self._rests = source.interface.rests
         self._holders = {alias: mesh.ranks_of(program.holders.get(name, (0,))) for name, all_ in names.items() for alias in all_}
         self._homes = {alias: program.holders.get(name, (0,)) for name, all_ in names.items() for alias in all_}
         held = {name for name, ranks in self._holders.items() if mesh.rank in ranks}
@@ -74,15 +83,25 @@ class PipelineModule(Checkpointed):
         self._tree = Tree(self, state, {name: self._rests[name] for name in held})
         self._seeds = SeedSequence(broadcast_object(initial_seed(), mesh.whole))
         self._binder = CallBinder(model.forward)
-        self._book = GradientBook(capture.graph, self._holders, mesh)
+        self._book = GradientBook(source.interface.gradients, self._holders, mesh)
         self._journal = Journal(mesh.new_name(), mesh.whole.mesh.flatten().tolist())
         self._compile = compile
         self._replanner = None if replan is None else Replanner(model, replan, self.plan, self._rests, self._homes)
-        modes = tuple(m.training for m in model.modules())
-        self._programs = [self._bound(capture, plan, program, modes)]
+        self._programs = [self._bound(source, program)]
 
-    def _bound(self, capture: Capture, plan: Plan, program: PipelineProgram, modes: tuple[bool, ...]) -> StagedProgram:
-        return StagedProgram(capture, plan, program, self._mesh, self._binder, modes, self._journal, compile=self._compile)
+    def _bound(self, source: RankStages, program: PipelineProgram) -> StagedProgram:
+        return StagedProgram(source, program, self._mesh, self._journal, compile=self._compile)
+
+    def add_program(self, source: RankStages) -> StagedProgram:
+        """Keep a further program. Collective.
+
+        Raises:
+            InputError: it needs parameters on ranks that do not hold them.
+        """
+        program = bound_groups(source, self._mesh)
+        check_homes(program, self._holders, self._mesh)
+        self._programs.append(self._bound(source, program))
+        return self._programs[-1]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """As of every module; where this rank's stages have none, one empty stand-in, so that an optimizer can be made on every rank."""
@@ -189,13 +208,30 @@ class PipelineModule(Checkpointed):
         agree({"call": f"{text}; {mode_text(modes)}; gradient {training}"}, self.device_mesh, "planning for a new call")
         try:
             capture, plan = self._replanner.plan(modes, raw, training=training)
-            program = lowered(capture, plan, self._mesh)
-            check_homes(program, self._holders, self._mesh)
+            return self.add_program(captured_stages(capture, plan, self._mesh, self._binder, modes))
         except MeshwrightError as error:
             error.add_note(f"while planning {self._name} for another call than the first: {why}")
             raise
-        self._programs.append(self._bound(capture, plan, program, modes))
-        return self._programs[-1]
+
+    # --- export ---------------------------------------------------------------------------------------------------
+
+    def _sources(self) -> tuple[RankStages, ...]:
+        return tuple(p.source for p in self._programs)
+
+    def _record(self) -> ModelRecord:
+        return model_record(self, self._name, self._binder.signature)
+
+    @torch.no_grad()
+    def _prepare(self, batch: Any) -> None:
+        args, kwargs = call_of_batch(batch)
+        with self._evaluating():
+            self._program_for(self._binder.leaves(args, kwargs), (args, kwargs), training=False)
+
+    def _places(self) -> tuple[int, int]:
+        return self._mesh.degree, self._mesh.rank
+
+    def _axes_inside(self) -> int:
+        return self.stage_mesh.ndim
 
     # --- failures -------------------------------------------------------------------------------------------------
 
@@ -318,5 +354,8 @@ def build_pipeline(
         "plan": plan.hash[:16],
     }
     agree(facts, mesh.whole, "start-up")
-    program = lowered(capture, plan, mesh)
-    return PipelineModule(model, capture, plan, mesh, program, compile=compile, replan=replan)
+    modes = tuple(m.training for m in model.modules())
+    source = captured_stages(capture, plan, mesh, CallBinder(model.forward), modes)
+    shape = mesh_shape(device_mesh)
+    given = MeshRecord(shape.sizes, shape.names)
+    return PipelineModule(model, source, mesh, given, compile=compile, replan=replan)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from meshwright.planner.ir.spec import Placements, local_slice
 from meshwright.runtime.checks import agree
 from meshwright.runtime.dtensor import local_of
 from meshwright.runtime.engine import Engine, EngineStage
-from meshwright.runtime.inputs import Call, CallBinder, PlainLeaf, TensorLeaf, difference
+from meshwright.runtime.inputs import Call, CallBinder, difference, without_gradients
+from meshwright.runtime.interface import Interface, interface_of
 from meshwright.runtime.journal import Journal
 from meshwright.runtime.mesh import coordinate_of, device_of, group_names, mesh_shape
 from meshwright.runtime.params import skeleton
@@ -28,70 +30,91 @@ from meshwright.runtime.stage import StageRun, bind_stage
 from meshwright.runtime.stage_mesh import StageMesh
 
 
-def lowered(capture: Capture, plan: Plan, mesh: StageMesh) -> PipelineProgram:
-    """The programs of this rank's stages. Collective inside each stage.
+@dataclass(frozen=True, eq=False)
+class RankStages:
+    """One rank's stages before they are made callable, whether they were captured here or read from files.
+
+    Attributes:
+        interface: what goes in and out of the whole program.
+        plan: where everything lies.
+        constants: values of the constant placeholders by value name, on the rank's device.
+        lowered: the programs of the stages of the rank at a coordinate along the pipeline axis, over process groups of the given
+            names; new ones at each call.
+        fake_mode: that the graphs' fake values belong to.
+        structure: the form of the model's output, for those who want to write it.
+    """
+
+    interface: Interface
+    plan: Plan
+    constants: Mapping[str, torch.Tensor]
+    lowered: Callable[[Sequence[str]], PipelineProgram]
+    fake_mode: Any
+    structure: Any
+
+    @property
+    def pipeline(self) -> Pipeline:
+        assert self.plan.pipeline is not None
+        return self.plan.pipeline
+
+
+def captured_stages(capture: Capture, plan: Plan, mesh: StageMesh, binder: CallBinder, modes: tuple[bool, ...]) -> RankStages:
+    """The stages of this rank, of a capture.
 
     Raises:
         InputError: the plan is for something else.
-        RuntimeMismatchError: the ranks of a stage lowered it differently.
     """
-    assert plan.pipeline is not None
     check_plan(capture, plan, mesh_shape(mesh.inside))
-    with LOWERING:
-        program = lower_stages(
-            capture,
-            plan,
-            coordinate_of(mesh.inside),
-            group_names(mesh.inside),
-            plan.pipeline.stages_of(mesh.rank),
-            device=device_of(mesh.whole),
-        )
+    assert plan.pipeline is not None
+    mine = plan.pipeline.stages_of(mesh.rank)
+
+    def lowered(groups: Sequence[str]) -> PipelineProgram:
+        with LOWERING:
+            return lower_stages(capture, plan, coordinate_of(mesh.inside), groups, mine, device=device_of(mesh.whole))
+
+    interface = interface_of(capture, plan, binder, modes)
+    return RankStages(interface, plan, constants_of(capture, mesh.whole), lowered, capture.fake_mode, capture.out_spec)
+
+
+def bound_groups(stages: RankStages, mesh: StageMesh) -> PipelineProgram:
+    """The programs over this rank's process groups. Collective inside each stage.
+
+    Raises:
+        RuntimeMismatchError: the ranks of a stage lowered them differently.
+    """
+    program = stages.lowered(group_names(mesh.inside))
     agree({"collectives": program.sequence_hash}, mesh.inside, "after lowering")
     return program
 
 
 class StagedProgram:
-    """One captured program in stages that this rank can run.
+    """One program in stages that this rank can run.
 
     Attributes:
-        capture: what was captured.
-        plan: where everything lies; ``pipeline`` its stages.
+        source: what it was made from; ``plan`` where everything lies, ``pipeline`` its stages.
+        interface: what goes in and out.
         program: this rank's stages.
         modes: training mode of every module, in the order of ``modules()``.
+        inputs: path of each tensor of a call to its value name.
         call: the call that it is for.
         runs: this rank's stages by number.
         engine: the schedule over them.
         was_called: whether it has run.
     """
 
-    def __init__(
-        self,
-        capture: Capture,
-        plan: Plan,
-        program: PipelineProgram,
-        mesh: StageMesh,
-        binder: CallBinder,
-        modes: tuple[bool, ...],
-        journal: Journal,
-        *,
-        compile: bool,
-    ):
-        assert plan.pipeline is not None
-        self.capture, self.plan, self.program, self.modes = capture, plan, program, modes
-        self.pipeline: Pipeline = plan.pipeline
+    def __init__(self, source: RankStages, program: PipelineProgram, mesh: StageMesh, journal: Journal, *, compile: bool):
+        self.source, self.interface, self.program = source, source.interface, program
+        self.plan, self.pipeline, self.modes = source.plan, source.pipeline, source.interface.modes
         self.was_called = False
         self._inside, self._device, self._journal = mesh.inside, device_of(mesh.whole), journal
-        self.inputs, plain = binder.captured(capture)
-        self.call: Call = {path: TensorLeaf(i.value.shape, i.value.dtype) for path, i in self.inputs.items()}
-        self.call.update((path, PlainLeaf(repr(value))) for path, value in plain.items())
-        self._constants = constants_of(capture, mesh.whole)
-        splits = schedule_named(self.pipeline.schedule).splits_backward and capture.training
+        self._placements = self.interface.placements
+        self.inputs: Mapping[str, str] = self.interface.call
+        self.call: Call = without_gradients(self.interface.planned_call("global", mesh_shape(mesh.inside).sizes))
+        splits = schedule_named(self.pipeline.schedule).splits_backward and self.interface.training
         self.runs: dict[int, StageRun] = {}
         for k in program.stages[0]:
             variants = [programs[k] for programs in program.stages]
-            self.runs[k] = StageRun(
-                [bind_stage(p, capture.fake_mode, self._device, splits=splits, compile=compile) for p in variants]
-            )
+            bound = [bind_stage(p, source.fake_mode, self._device, splits=splits, compile=compile) for p in variants]
+            self.runs[k] = StageRun(bound)
         stages = [
             EngineStage(run, self.pipeline.num_stages, self.pipeline.rank_of, self._device, mesh.along, journal)
             for run in self.runs.values()
@@ -103,7 +126,7 @@ class StagedProgram:
         reasons = [difference(self.call, call)]
         if modes != self.modes:
             reasons.append(f"it was planned in {mode_text(self.modes)} mode, the model is in {mode_text(modes)} mode now")
-        if training and not self.capture.training:
+        if training and not self.interface.training:
             reasons.append("it was planned for inference and has no backward")
         return "; ".join(r for r in reasons if r)
 
@@ -113,7 +136,7 @@ class StagedProgram:
         """Per micro-batch, every input of the programs by value name."""
         shared = self._shared(parameters, buffers, seeds)
         return [
-            {**shared, **{i.value.name: self._piece(leaves[path], i.value.name, j) for path, i in self.inputs.items()}}
+            {**shared, **{value: self._piece(leaves[path], value, j) for path, value in self.inputs.items()}}
             for j in range(self.pipeline.micro_batches)
         ]
 
@@ -122,22 +145,22 @@ class StagedProgram:
         cut, piece = self.pipeline.inputs.get(value), whole.detach()
         if cut is not None:
             piece = local_slice(piece, (cut,), (self.pipeline.micro_batches,), (micro_batch,))
-        piece = local_slice(piece, self.plan.inputs[value], mesh_shape(self._inside).sizes, coordinate_of(self._inside))
+        piece = local_slice(piece, self._placements[value], mesh_shape(self._inside).sizes, coordinate_of(self._inside))
         return piece.to(self._device).contiguous()
 
     def _shared(
         self, parameters: Mapping[str, Any], buffers: Mapping[str, torch.Tensor], seeds: SeedSequence
     ) -> dict[str, torch.Tensor]:
         """What all micro-batches are given."""
-        found, seed = dict(self._constants), None
-        for i in self.capture.graph.inputs:
+        found, seed = dict(self.source.constants), None
+        for i in self.interface.inputs:
             if i.role == "parameter" and i.name in parameters:
-                found[i.value.name] = local_of(parameters[i.name]).detach()
+                found[i.value] = local_of(parameters[i.name]).detach()
             elif i.role == "buffer":
-                found[i.value.name] = buffers[i.name]
+                found[i.value] = buffers[i.name]
             elif i.role == "seed":
                 seed = seeds.draw() if seed is None else seed
-                found[i.value.name] = torch.tensor(seed, dtype=torch.int64, device=self._device)
+                found[i.value] = torch.tensor(seed, dtype=torch.int64, device=self._device)
         return found
 
     def run(
@@ -161,15 +184,15 @@ class StagedProgram:
     def _tangents(self) -> dict[str, torch.Tensor]:
         """One for the loss, zero for other outputs."""
         return {
-            i.value.name: torch.full(i.value.shape, float(i.name == self.program.loss), dtype=i.value.dtype, device=self._device)
-            for i in self.capture.graph.inputs_of("tangent")
+            i.value: torch.full(i.shape, float(i.name == self.program.loss), dtype=i.dtype, device=self._device)
+            for i in self.interface.of("tangent")
         }
 
     @property
     def loss_dtype(self) -> torch.dtype:
-        (output,) = (o for o in self.capture.graph.outputs_of("output") if o.name == self.program.loss)
-        assert output.value is not None
-        return output.value.dtype
+        (loss,) = (o for o in self.interface.outputs if o.name == self.program.loss)
+        assert loss.dtype is not None
+        return loss.dtype
 
     def forget(self) -> None:
         """Drop everything of a step."""

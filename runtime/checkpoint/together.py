@@ -35,6 +35,12 @@ class Group:
         dist.all_gather_object(found, item, group=self.group)
         return found
 
+    def to_first(self, item: T) -> list[T]:
+        """Every rank's item on the first rank; the others get nothing."""
+        found: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(item, found, group=self.group, group_dst=0)
+        return found or []
+
     def from_first(self, make: Callable[[], T]) -> T:
         """What ``make`` gives on the first rank, on all ranks.
 

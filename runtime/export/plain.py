@@ -92,8 +92,14 @@ def to_plain(kind: Any, value: Any, hooks: Hooks | None = None) -> Any:
 
 
 def _leaf(value: Any) -> Any:
-    plain = value is None or (type(value) in _SCALARS and json.dumps(value) not in ("NaN", "Infinity", "-Infinity"))
-    return value if plain else {"repr": repr(value)}
+    """Anything: what is no plain value or collection keeps its ``repr`` alone."""
+    if value is None or (type(value) in _SCALARS and json.dumps(value) not in ("NaN", "Infinity", "-Infinity")):
+        return value
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [_leaf(v) for v in value]}
+    if type(value) is dict and all(type(k) is str for k in value):
+        return {"dict": {k: _leaf(v) for k, v in value.items()}}
+    return {"repr": repr(value)}
 
 
 @cache
@@ -179,15 +185,26 @@ def _key(kind: Any, key: str, where: str) -> Any:
 
 def _scalar(kind: Any, data: Any, where: str) -> Any:
     if kind is Any:
-        if type(data) is dict:
-            _check(set(data) == {"repr"} and type(data["repr"]) is str, where, data, "a plain value or {'repr': text}")
-            return Opaque(data["repr"])
-        _check(data is None or type(data) in _SCALARS, where, data, "a plain value")
-        return data
+        return _anything(data, where)
     _check(type(data) is kind, where, data, f"a value of type {getattr(kind, '__name__', kind)}")
     if kind is int and not -MAX_INT <= data <= MAX_INT:
         fail(where, data, "a number of 64 bits")
     return data
+
+
+def _anything(data: Any, where: str) -> Any:
+    """The inverse of :func:`_leaf`."""
+    if data is None or type(data) in _SCALARS:
+        return data
+    ((tag, value),) = data.items() if type(data) is dict and len(data) == 1 else (("", None),)
+    if tag == "repr" and type(value) is str:
+        return Opaque(value)
+    if tag in ("list", "tuple") and type(value) is list:
+        found = [_anything(v, where) for v in value]
+        return found if tag == "list" else tuple(found)
+    if tag == "dict" and type(value) is dict:
+        return {k: _anything(v, where) for k, v in value.items()}
+    return fail(where, data, "a plain value, or an object with 'repr', 'list', 'tuple' or 'dict'")
 
 
 def _check(holds: bool, where: str, found: Any, needed: str) -> None:
