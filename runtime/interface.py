@@ -82,6 +82,7 @@ class Interface:
         outputs: the leaves of its output, in order.
         call: path of each tensor of a call to its value name.
         plain: path of each other leaf of a call to its ``repr``.
+        mutations: FQNs of the buffers that get new values.
         gradients: where each gradient ends, by name.
         kept: parameters that gathered copies are kept of.
         loss: index of the loss in ``outputs``; None where there is none.
@@ -95,6 +96,7 @@ class Interface:
     outputs: tuple[Result, ...]
     call: dict[str, str]
     plain: dict[str, str]
+    mutations: tuple[str, ...]
     gradients: dict[str, Placements]
     kept: tuple[str, ...]
     loss: int | None
@@ -163,6 +165,7 @@ def interface_of(capture: Capture, plan: Plan, binder: CallBinder, modes: tuple[
         outputs=outputs,
         call={path: i.value.name for path, i in placeholders.items()},
         plain={path: repr(value) for path, value in plain.items()},
+        mutations=tuple(o.name for o in graph.outputs_of("mutation")),
         gradients={out.name: p for out, p in placed if out.role == "gradient" and p is not None},
         kept=tuple(i.name for i in graph.inputs_of("parameter") if i.value.name in behind),
         loss=_loss_index(capture),

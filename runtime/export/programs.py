@@ -137,8 +137,14 @@ class _Checker:
 
     def check_whole(self, local: LocalProgram) -> None:
         count = len(self.interface.outputs)
-        if len(local.outputs) != count or (local.backward is not None) != self.interface.training:
-            raise FormatError(f"{self.where} has other outputs or another backward than its interface says: export again")
+        if (
+            len(local.outputs) != count
+            or (local.backward is not None) != self.interface.training
+            or not self._same_buffers(local)
+        ):
+            raise FormatError(
+                f"{self.where} has other outputs, buffers or another backward than its interface says: export again"
+            )
         made = self.check_local(local, self.shapes(0), {}, self.where)
         for out, index in zip(self.interface.outputs, local.outputs, strict=True):
             if (index is None) != (out.shape is None) or (index is not None and not 0 <= index < len(made)):
@@ -151,6 +157,9 @@ class _Checker:
             wanted = [(t.dtype, tuple(t.shape)) for t in tangents]
             if [shapes[name] for name in local.tangents] != wanted:
                 raise FormatError(f"{self.where} has tangents of other shapes than its outputs: export again")
+
+    def _same_buffers(self, local: LocalProgram) -> bool:
+        return local.mutations == self.interface.mutations
 
     def check_local(self, local: LocalProgram, known: Shapes, also: Shapes, where: str) -> list[torch.Tensor]:
         """One forward and backward; the fake results of the forward, but for what is saved and kept."""

@@ -68,7 +68,7 @@ def differences(pm: PipelineModule, batch: dict[str, torch.Tensor], wanted: Refe
     """Loss, gradients, parameters after steps, and buffers of the engine that are not as they should be."""
     largest = max((float(g.abs().max()) for g in wanted.gradients.values() if g is not None), default=0.0)
     opt = sgd(list(pm.parameters()))
-    before = wanted.loss if pm._programs[0].capture.graph.outputs_of("mutation") else pm.eval_step(batch)
+    before = wanted.loss if pm._programs[0].interface.mutations else pm.eval_step(batch)
     loss = pm.step(batch)
     wrong = compare({"step": loss, "eval_step": before}, dict.fromkeys(("step", "eval_step"), wanted.loss), RTOL, 0.0, "loss of ")
     found = {n: None if p.grad is None else gathered(p.grad) for n, p in pm.named_parameters()}
