@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +138,5 @@ def _text(dtype: torch.dtype, shape: Sequence[int]) -> str:
 
 
 def _version() -> str:
-    from meshwright import __version__
-
-    return __version__
+    """Of this package, whose root this part must not import."""
+    return sys.modules["meshwright"].__version__
