@@ -166,6 +166,37 @@ def advise(
     print_advice(found, screen())
 
 
+@app.command()
+def export(
+    plan: Annotated[Path, typer.Argument(help="A plan file, as plan --out writes it.")],
+    model: Annotated[str, typer.Argument(help="A Hugging Face config.json (or its directory), or package.module:factory.")],
+    out: Annotated[Path, typer.Option(help="A directory that is not there yet.")],
+    batch: Annotated[int, typer.Option(min=1, help="Global batch size that the plan is for.")],
+    seq: Annotated[int, typer.Option(min=1, help="Sequence length that the plan is for.")] = 2048,
+    weights: Annotated[Path | None, typer.Option(help="Safetensors to pack: a file, or a directory of Hugging Face's.")] = None,
+    seed: Annotated[int, typer.Option(help="torch.manual_seed before the model is made: its initial weights.")] = 0,
+) -> None:
+    """Write a planned model for mw.load, which needs no planner and no model source. Needs no ranks; holds the model in memory."""
+    from meshwright.planner.ir.plan import Plan
+
+    with _Phases(Console(stderr=True)) as phases, collector.paused():
+        phases("load")
+        import torch
+
+        from meshwright.exporting import export_plan
+        from meshwright.inputs import call_of
+        from meshwright.models import load_named
+
+        wanted = Plan.load(plan)
+        torch.manual_seed(seed)
+        named = load_named(model, batch, seq, device="cpu")
+        named.model.train(wanted.training)
+        export_plan(named.model, call_of(named.example_inputs), wanted, out, weights, phases)
+    typer.echo(
+        f"{out}: {wanted.model or model} for {wanted.mesh.num_devices * (wanted.pipeline.degree if wanted.pipeline else 1)} ranks"
+    )
+
+
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
     script: Annotated[str, typer.Argument(help="The script that every rank runs.")],

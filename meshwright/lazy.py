@@ -73,10 +73,10 @@ class Maker:
         if plan.pipeline is None:
             arranged_ranks(self.mesh, plan.mesh)
         folded, _ = capture_call(model, call, self.request, plan.training)
-        capture = _program_for(plan, folded)
+        capture = program_for(plan, folded)
         if capture is None and folded.repeats:  # the plan may be for a capture without folding
             folded, _ = capture_call(model, call, replace(self.request, fold_capture=False), plan.training)
-            capture = _program_for(plan, folded)
+            capture = program_for(plan, folded)
         if capture is None:
             raise InputError(
                 f"the plan is for another program: {plan.model} with graph {plan.graph_hash[:12]}, and this is {model_name(model)} with "
@@ -106,7 +106,7 @@ class Maker:
         return plan_on_ranks(wanted.module, call, self.mesh, self.target, request, wanted.training)
 
 
-def _program_for(plan: Plan, folded: Folded) -> Capture | None:
+def program_for(plan: Plan, folded: Folded) -> Capture | None:
     """The captured program with the plan's recomputation, if it is the one that the plan is for."""
     try:
         capture = folded.at(plan.recompute).whole

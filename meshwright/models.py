@@ -31,7 +31,7 @@ class NamedModel:
     example_inputs: Any
 
 
-def load_named(text: str, batch: int, seq: int) -> NamedModel:
+def load_named(text: str, batch: int, seq: int, device: str = "meta") -> NamedModel:
     """The model that ``text`` names, on the meta device, and a meta batch of ``batch`` x ``seq``.
 
     Args:
@@ -40,12 +40,13 @@ def load_named(text: str, batch: int, seq: int) -> NamedModel:
             pair of module and example inputs.
         batch: global batch size.
         seq: sequence length (models of sequences only).
+        device: where the model is made instead.
 
     Raises:
         InputError: nothing such, or a kind of model for which no batch is known.
     """
     if ":" in text and not os.path.exists(text):
-        return _from_factory(text, batch, seq)
+        return _from_factory(text, batch, seq, device)
     path = Path(text)
     if path.is_dir():
         path = path / "config.json"
@@ -53,13 +54,13 @@ def load_named(text: str, batch: int, seq: int) -> NamedModel:
         raise InputError(
             f"model {text!r}: no such file; write the path of a Hugging Face config.json (or its directory), or package.module:factory"
         )
-    return _from_config(path, batch, seq)
+    return _from_config(path, batch, seq, device)
 
 
 # --- factories ----------------------------------------------------------------------------------------------------
 
 
-def _from_factory(text: str, batch: int, seq: int) -> NamedModel:
+def _from_factory(text: str, batch: int, seq: int, device: str) -> NamedModel:
     where, _, name = text.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
@@ -73,7 +74,7 @@ def _from_factory(text: str, batch: int, seq: int) -> NamedModel:
     factory = getattr(module, name, None)
     if not callable(factory):
         raise InputError(f"model {text!r}: {where} has no callable {name!r}")
-    with torch.device("meta"):
+    with torch.device(device):
         made = factory()
     if isinstance(made, tuple):
         return NamedModel(text, model_of(made[0]), made[1])
@@ -122,7 +123,7 @@ _BATCHES: tuple[tuple[str, Callable[[Any, int, int], Batch]], ...] = (
 """End of a class name to the batch that its training takes."""
 
 
-def _from_config(path: Path, batch: int, seq: int) -> NamedModel:
+def _from_config(path: Path, batch: int, seq: int, device: str) -> NamedModel:
     try:
         import transformers
     except ImportError:
@@ -143,7 +144,7 @@ def _from_config(path: Path, batch: int, seq: int) -> NamedModel:
             "for others write package.module:factory"
         )
     config.use_cache = False
-    with torch.device("meta"):
+    with torch.device(device):
         model = kind(config)
     return NamedModel(kind.__name__, model.train(), make_batch(config, batch, seq))
 

@@ -22,6 +22,12 @@ PIPELINE_AXIS = "pp"
 _numbers = itertools.count()
 
 
+def stage_axes(pipeline: Pipeline, inside: MeshShape) -> MeshShape:
+    """The mesh of all ranks: the pipeline axis, then those inside a stage."""
+    inner = tuple(f"in_{n}" if n == PIPELINE_AXIS else n for n in inside.names)
+    return MeshShape((pipeline.degree, *inside.sizes), (PIPELINE_AXIS, *inner))
+
+
 @dataclass(frozen=True, eq=False)
 class StageMesh:
     """This rank's place.
@@ -66,9 +72,9 @@ class StageMesh:
             axis = names.index(PIPELINE_AXIS)
             order = (PIPELINE_AXIS, *(n for n in names if n != PIPELINE_AXIS))
             mesh = DeviceMesh(mesh.device_type, mesh.mesh.movedim(axis, 0).contiguous(), mesh_dim_names=order)
-        inner = tuple(f"in_{n}" if n == PIPELINE_AXIS else n for n in shape.names)
-        whole = logical_mesh(mesh, MeshShape((pipeline.degree, *shape.sizes), (PIPELINE_AXIS, *inner)), named=True)
-        found = cls(whole, whole[inner], whole.get_group(0), whole.get_local_rank(0), pipeline)
+        axes = stage_axes(pipeline, shape)
+        whole = logical_mesh(mesh, axes, named=True)
+        found = cls(whole, whole[axes.names[1:]], whole.get_group(0), whole.get_local_rank(0), pipeline)
         if timeout_s is None:
             return found
         along = found._new_group(tuple(range(pipeline.degree)), timedelta(seconds=timeout_s))

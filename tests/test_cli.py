@@ -113,4 +113,4 @@ def test_debug_shows_the_traceback(monkeypatch):
 
 def test_the_module_runs_and_its_help_lists_the_commands():
     shown = subprocess.run([sys.executable, "-m", "meshwright", "--help"], capture_output=True, text=True, check=True).stdout
-    assert all(f" {command} " in shown for command in ("plan", "run", "devices"))
+    assert all(f" {command} " in shown for command in ("plan", "run", "export", "devices"))
