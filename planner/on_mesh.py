@@ -32,7 +32,7 @@ from meshwright.planner.solve.floor import Floors
 from meshwright.planner.solve.follow import rows_following_batch
 from meshwright.planner.solve.memory import optimizer_bytes
 from meshwright.planner.solve.micro_batches import restrict_to_micro_batches
-from meshwright.planner.solve.optimise import Effort, Excluded, Solution, Unlimited, optimise, optimise_below, relaxed_bound_s
+from meshwright.planner.solve.optimise import Effort, Excluded, Solution, Unlimited, optimise, optimise_below, relaxed_bound_s, relaxed_plan
 from meshwright.planner.solve.outline import part_of, repeated_part, with_floor_of_the_rest
 from meshwright.planner.solve.pins import Pin, find_pins, restrict_to_pins
 from meshwright.planner.solve.price import Outcome, memory_of, objective_s, price
@@ -60,7 +60,6 @@ class Program:
         recompute: what its backward computes again.
         repeated: the clusters of the repeated block; None where there is none.
         repeated_at: their indices among all clusters.
-        held_back_bytes: what is kept off the limit for memory that the solver does not see.
     """
 
     capture: Capture
@@ -73,7 +72,6 @@ class Program:
     recompute: Recompute
     repeated: ClusterGraph | None
     repeated_at: tuple[int, ...]
-    held_back_bytes: int = 0
 
     @classmethod
     def of(
@@ -204,11 +202,13 @@ class OnMesh:
         rows: per cluster, the only rows that it may take over any axis; None for all. Bounds then hold for those alone.
         costs: seconds on it.
         unlimited: what the last solution under the limit showed of the problem without one.
+        held_back_bytes: what plans here have to leave of the limit for memory that the solver does not see.
     """
 
     def __init__(self, program: Program, where: LogicalMesh, rows: Sequence[frozenset[Edges]] | None = None):
         self.program, self.where, self.rows = program, where, rows
         self.unlimited = Unlimited()
+        self.held_back_bytes = 0
         self.costs = _costs(program, where)
         self._built: dict[tuple[bool, ...], Tables] = {}
 
@@ -271,10 +271,15 @@ class OnMesh:
             self.mesh,
             self.costs,
             state_bytes=self.state_bytes,
-            memory_limit_bytes=int((self.program.limit_bytes - self.program.held_back_bytes) * (1 - ROW_MARGIN)),
+            memory_limit_bytes=self._limit_bytes,
             precision=capture.precision,
             allowed=kept,
         )
+
+    @property
+    def _limit_bytes(self) -> int:
+        """What the solver may use."""
+        return int((self.program.limit_bytes - self.held_back_bytes) * (1 - ROW_MARGIN))
 
     def outline_s(self, name: str, beat_s: float) -> float:
         """A better lower bound of a strategy's plans than :attr:`floor_s`, from the repeated block alone; infinite where nothing
@@ -350,7 +355,7 @@ class OnMesh:
         tables = self.tables_for(name)
         with self.program.clock.phase("solve"):
             whole = self._whole(name, tables)
-            problem = tables.problem if limited else replace(tables.problem, memory_limit_bytes=None)
+            problem = replace(tables.problem, memory_limit_bytes=self._limit_bytes if limited else None)
             unlimited = Unlimited()
             effort = effort or self.program.options.effort
             solution = optimise_below(problem, whole, tables.cache, effort, beat_s, unlimited=unlimited)
@@ -381,11 +386,13 @@ class OnMesh:
             notes = whole.notes + replicated_under(tables, whole, solution.chosen, name)
             return Found(self, tables, solution, outcome, objective, min(objective, solution.bound_s), notes)
 
-    @property
     def free_peak_bytes(self) -> float:
-        """Memory of the best plan without a limit, as far as the last solution met it."""
-        chosen = self.unlimited.chosen
-        return math.inf if chosen is None else float(sum(memory_of(self.tables_for("auto").problem, chosen).values()))
+        """Memory of about the best plan without a limit: that of the first relaxation; infinite where that is fractional."""
+        tables = self.tables_for("auto")
+        with self.program.clock.phase("bound"):
+            free = replace(tables.problem, memory_limit_bytes=None)
+            chosen = relaxed_plan(free, self._whole("auto", tables), tables.cache, self.program.options.effort)
+        return math.inf if chosen is None else float(sum(memory_of(free, chosen).values()))
 
     def freed(self, found: Found) -> Found:
         """A strategy's plan on this mesh as one of the free search: its paths may be better ones."""

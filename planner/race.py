@@ -7,8 +7,8 @@ its repeated block alone, then its relaxation.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.plan import MeshTried
@@ -18,6 +18,8 @@ from meshwright.planner.solve.optimise import Effort, Excluded
 _NOTHING_FITS = float("inf")
 # Bounds further above the lowest than this part of it are not made any tighter: such meshes are looked at last.
 _CLOSE = 0.03
+# How often the solver's limit is lowered for memory that it does not see, and by how much more than was missing.
+_TIGHTENINGS, _SAFELY = 4, 1.01
 # How many of the finer meshes are solved, and what is said of them.
 _REFINED = 2
 _FEW_ROWS = "tried with the rows of the plans above alone"
@@ -31,6 +33,7 @@ class Race:
         name: of the strategy.
         effort: of the solver.
         known_s: time of a plan that is known already: only faster ones are of interest.
+        peak_bytes: what a finished plan holds at its peak; None where the solver's own count is enough.
         best: the best plan so far.
         tried: what became of each mesh, in the order looked at.
         refused: the error of the first mesh that the batch or a pin does not suit.
@@ -39,6 +42,7 @@ class Race:
     name: str
     effort: Effort
     known_s: float = math.inf
+    peak_bytes: Callable[[Found], int] | None = None
     best: Found | None = None
     tried: list[tuple[OnMesh, MeshTried]] = field(default_factory=list)
     refused: InputError | None = None
@@ -68,9 +72,7 @@ class Race:
         promise = sorted((on.outline_s(self.name, self.beat_s), k) for k, on in enumerate(open_ones))
         for rank, (bound, k) in enumerate(promise):
             on = open_ones[k]
-            found = (
-                on.solve(self.name, effort=self.effort, beat_s=self.beat_s) if bound < self.beat_s and rank < _REFINED else None
-            )
+            found = self._solve(on) if bound < self.beat_s and rank < _REFINED else None
             if isinstance(found, Found):
                 self._say(on, "slower", None, found.outcome.step_time_s, reason=_FEW_ROWS)
                 self.beat(found)
@@ -84,12 +86,13 @@ class Race:
         return best_s * (1 - self.effort.gap)
 
     def _bounds_s(self, meshes: Sequence[OnMesh]) -> list[float]:
-        """Lower bounds without whole problems; infinite where nothing fits. Well above the lowest they need not be tight."""
-        found, enough = [], self.beat_s
-        for on in meshes:
-            outlined = self.name == "auto" and on.floor_s < self.beat_s
-            found.append(on.outline_s(self.name, enough) if outlined else on.floor_s)
-            enough = min(enough, found[-1] * (1 + _CLOSE))
+        """Lower bounds without whole problems; infinite where nothing fits. Well above the lowest they need not be tight: so those that
+        are low as a rule, of axes of about equal sizes, come first."""
+        found, enough = [on.floor_s for on in meshes], self.beat_s
+        for k in sorted(range(len(meshes)), key=lambda k: max(meshes[k].mesh.sizes)):
+            if self.name == "auto" and found[k] < self.beat_s:
+                found[k] = meshes[k].outline_s(self.name, enough)
+            enough = min(enough, found[k] * (1 + _CLOSE))
         return found
 
     def _look_at(self, on: OnMesh, bound_s: float) -> None:
@@ -102,16 +105,39 @@ class Race:
             self._say(on, "excluded", bound_s, reason=f"{what} that long")
             return
         try:
-            found = on.solve(self.name, effort=self.effort, beat_s=self.beat_s)
+            found = self._solve(on)
         except InputError as e:
             self.refused = self.refused or e
             self._say(on, "impossible", reason=str(e))
             return
         self._take(on, found)
 
+    def _solve(self, on: OnMesh) -> Found | Excluded | None:
+        """The best plan on a mesh that fits; None where none was found.
+
+        The solver sees memory at few points and without copies of activations: a plan that turns out larger than the limit is
+        looked for again with that much less. The bound stays that of all plans within the memory that the solver sees.
+        """
+        bound_s = math.inf
+        for _ in range(_TIGHTENINGS):
+            found = on.solve(self.name, effort=self.effort, beat_s=self.beat_s)
+            if found is None or self.peak_bytes is None:
+                return found
+            bound_s = min(bound_s, found.bound_s)
+            if isinstance(found, Excluded):
+                return Excluded(bound_s)
+            peak, limit = self.peak_bytes(found), on.program.limit_bytes
+            if peak <= limit:
+                return replace(found, bound_s=bound_s)
+            held_back = max(peak - found.outcome.peak_memory_bytes, on.held_back_bytes + peak - limit)
+            on.held_back_bytes = int(_SAFELY * held_back) + 1
+        return None
+
     def _take(self, on: OnMesh, found: Found | Excluded | None) -> None:
         if found is None:
             self._say(on, "infeasible", reason="nothing fits")
+        elif isinstance(found, Excluded) and found.bound_s < self.beat_s:
+            self._say(on, "not better", found.bound_s, reason="its plans that are faster do not fit")
         elif isinstance(found, Excluded):
             self._say(on, "excluded", found.bound_s, reason="its relaxation takes that long")
         else:

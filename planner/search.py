@@ -39,8 +39,6 @@ __all__ = ["STRATEGIES", "Options", "make_plan", "search_plan", "strategy_named"
 _COMPARED = Effort(gap=3e-2, nodes=20)
 # Mixtures are tried near the memory limit, where proofs are dear, and several of them.
 _MIXED = Effort(nodes=20)
-# How often the solver's limit is lowered for memory that it does not see.
-_TIGHTENINGS = 4
 
 Finer = Callable[[LogicalMesh], Sequence[LogicalMesh]]
 
@@ -159,24 +157,10 @@ class _Search:
         self.meshes = [OnMesh(program, where) for where in meshes]
 
     def race(self, known_s: float = math.inf) -> Race:
-        """Solve on the meshes, as far as a plan can be faster than one that is known.
-
-        The solver sees memory at few points and without copies of activations; a plan that turns out larger than the limit is
-        looked for again with that much less.
-        """
+        """Solve on the meshes, as far as a plan can be faster than one that is known."""
         name = strategy_named(self.options.strategy).name
-        for _ in range(_TIGHTENINGS):
-            self.raced = Race(name, self.options.effort, known_s).run(self.meshes)
-            best = self.raced.best
-            peak = 0 if best is None else self._peak_bytes(best)
-            if best is None or peak <= self.program.limit_bytes:
-                return self.raced
-            over, unseen = peak - self.program.limit_bytes, peak - best.outcome.peak_memory_bytes
-            held_back = max(unseen, self.program.held_back_bytes + over)
-            self.program = replace(self.program, held_back_bytes=int(1.01 * held_back) + 1)
-            self.meshes = [OnMesh(self.program, on.where) for on in self.meshes]
-        self.raced.best = None
-        return self.raced
+        self.raced = Race(name, self.options.effort, known_s, peak_bytes=self._peak_bytes)
+        return self.raced.run(self.meshes)
 
     def _smallest_that_fits(self) -> Found | None:
         """The fastest of the meshes' smallest plans, if it fits: the solver's rows may ask for a little more than a plan needs."""
@@ -207,9 +191,10 @@ class _Search:
         race = self.race(known_s)
         best_s = race.known_s if race.best is None else race.best.objective_s
         is_free = math.isfinite(best_s) and best_s - race.free_bound_s() <= self.options.effort.gap * best_s
-        on = min((on for on, _ in race.tried), key=lambda on: on.unlimited.objective_s) if race.best is None else race.best.on
+        on = min((on for on, _ in race.tried), key=lambda on: on.floor_s) if race.best is None else race.best.on
         time_s = math.inf if race.best is None else race.best.outcome.step_time_s
-        return Tried(self.program.recompute, self, time_s, floor_bytes, on.free_peak_bytes, is_free)
+        free_peak = race.best.outcome.peak_memory_bytes if is_free and race.best is not None else on.free_peak_bytes()
+        return Tried(self.program.recompute, self, time_s, floor_bytes, free_peak, is_free)
 
     def plan(self, race: Race, finer: Finer | None = None) -> Plan:
         """Compare, split the best mesh, spell out, verify.
@@ -230,7 +215,7 @@ class _Search:
                 best = self._if_it_fits(_not_worse(best, [f for a, f in others if a.fits and f is not None]), best)
             known += [f for _, f in others if f is not None]
         if name == "auto" and finer is not None and not self.options.pins:
-            best = self._if_it_fits(self._finer(race, best, known, finer(best.on.where)), best)
+            best = self._finer(race, best, known, finer(best.on.where))
         with self.clock.phase("check"):
             bound = min(race.bound_s(), best.objective_s, *([best.on.floor_s] if best.on.rows else []))
             plan = checked_plan(self.program, name, best, bound, alternatives, _told(race, best))

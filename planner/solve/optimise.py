@@ -1,8 +1,9 @@
 """Solve a problem: bounds by prices, an integer program over what they found useful, then halves of what is left.
 
-A scan (:mod:`.scan`) gives a lower bound and plans; candidates that no plan within the gap can use are dropped
-(:mod:`.marginals`); an integer program over the candidates that any relaxation used gives a good plan. What gap is left is closed
-by branch and bound: the two plans that hold the bound down are torn apart (:mod:`.split`), and each half is scanned again.
+A scan (:mod:`.scan`) gives a lower bound and plans, or mixtures of plans where memory binds; candidates that no plan within the gap
+can use are dropped (:mod:`.marginals`); an integer program over the candidates that any relaxation used gives a good plan. What gap
+is left is closed by branch and bound: the two plans that hold the bound down are torn apart (:mod:`.split`), and each half is
+scanned again.
 
 Source: Land and Doig, "An automatic method of solving discrete programming problems" (1960), with Lagrangian bounds. Measured:
 PLANNER_FACTS §3; HiGHS alone spent 5-10 s in heuristics where one split and a few relaxations of 0.05 s prove the same.
@@ -17,17 +18,19 @@ import numpy as np
 from meshwright.planner.solve.backend import Answer, LinearProgram, Solver
 from meshwright.planner.solve.marginals import proved_costs
 from meshwright.planner.solve.price import memory_of
-from meshwright.planner.solve.problem import Problem, Restriction
+from meshwright.planner.solve.problem import SEGMENTS, Problem, Restriction
 from meshwright.planner.solve.program import NetworkCache, Program, assemble
-from meshwright.planner.solve.scan import Cut, Prices, Scan
+from meshwright.planner.solve.scan import Cut, Scan
 from meshwright.planner.solve.split import halves
 
 _EXACT = 1e-6
 _SUPPORT = 1e-7
 # Candidates are dropped for plans better by this part of the gap, so that what is excluded is safely within the gap.
 _PART = 0.95
-# Price of all memory, relative to all else, up to which it is raised.
-_SCARCE = 10.0
+# Programs up to this many columns are solved as integer programs at once where the scan leads to no plan.
+_SMALL = 6_000
+# The search ends where the bound rose by less than this part of the gap during this part of the columns allowed.
+_RISE, _STALLED = 0.1, 0.25
 # A new program is filled when at most this part of the candidates is left.
 _WORTH = 0.7
 
@@ -83,13 +86,9 @@ class Unlimited:
     """What is learned on the way about the problem without its memory limit.
 
     Attributes:
-        chosen: the best candidates met; None where every relaxation was fractional.
-        objective_s: their objective in seconds.
         bound_s: lower bound of the objective; weak where the limit binds.
     """
 
-    chosen: tuple[int, ...] | None = None
-    objective_s: float = np.inf
     bound_s: float = 0.0
 
 
@@ -157,6 +156,13 @@ def relaxed_bound_s(
     return _Search(problem, restriction, cache, effort, beat_s).relaxed_bound_s()
 
 
+def relaxed_plan(problem: Problem, restriction: Restriction, cache: NetworkCache, effort: Effort) -> tuple[int, ...] | None:
+    """The best plan that relaxations alone meet, without integer programs or halves; None where they are all fractional."""
+    search = _Search(problem, restriction, cache, effort, np.inf)
+    search.relaxed_bound_s()
+    return search.chosen
+
+
 def _by_integers(
     problem: Problem, restriction: Restriction, cache: NetworkCache, effort: Effort, objective: str
 ) -> Solution | None:
@@ -188,13 +194,6 @@ def _settle_avoided(problem: Problem, restriction: Restriction, cache: NetworkCa
     return restriction.merged(Restriction(kept))
 
 
-def _may_fit(program: Program, solver: Solver) -> bool:
-    """Whether the least memory of any plan, as far as the relaxation knows it, is within the limit."""
-    assert program.memory is not None
-    least = solver.solve(program.memory)
-    return least.x is not None and least.objective <= 1 + _EXACT
-
-
 @dataclass
 class _Node:
     """A part of the problem.
@@ -204,14 +203,33 @@ class _Node:
         scan: what its prices are found by; None before the first relaxation.
         lower: proved cost of its plans.
         split: choice to decide next and the candidates on one side; None where only one plan is left.
-        is_checked: whether the least memory of its plans may fit.
     """
 
     restriction: Restriction
     scan: Scan | None
     lower: float
     split: tuple[int, np.ndarray] | None = None
-    is_checked: bool = False
+
+
+@dataclass
+class _Stalled:
+    """Whether halving leads anywhere.
+
+    Attributes:
+        work: columns when the gap last changed by much.
+        lower: the bound then.
+        upper: the best plan's cost then.
+    """
+
+    work: int
+    lower: float = -np.inf
+    upper: float = np.inf
+
+    def at(self, lower: float, upper: float, work: int, patience: float) -> bool:
+        """Whether neither bound moved much during ``patience`` columns; False as long as there is no plan."""
+        if not np.isfinite(self.lower) or upper < self.upper or lower - self.lower > _RISE * (upper - self.lower):
+            self.work, self.lower, self.upper = work, lower, upper
+        return np.isfinite(upper) and work - self.work > patience
 
 
 class _Search:
@@ -234,7 +252,7 @@ class _Search:
         """Cost of the best plan; every plan that was dropped costs at least ``excluded``."""
         self.unlimited = unlimited or Unlimited()
         self.has_charged = False
-        """Whether memory was charged for: bounds from then on hold only for plans within the limit."""
+        """Whether a memory row held a bound up: bounds from then on hold only for plans within the limit."""
         self.scale = 1.0
         self.size = (0, 0)
         self.work = 0
@@ -255,6 +273,8 @@ class _Search:
         open_nodes = [self.root] if self._scan(self.root, self.effort.rounds) else []
         if open_nodes and not self._is_settled(self.root.lower):
             self._integers_on_support()
+            if self.chosen is None and self.size[0] <= _SMALL and not self._integers_at_once():
+                open_nodes = []
         lower = self._explore(open_nodes)
         self._learn_unlimited(lower)
         if np.isfinite(lower) and lower >= self._beat():
@@ -281,14 +301,15 @@ class _Search:
         return self.chosen is not None and self.upper - lower <= self.effort.gap * max(abs(self.upper), 1e-30)
 
     def _explore(self, open_nodes: list[_Node]) -> float:
-        """Split nodes, those with the lowest bound first, until the gap is closed; the proved lower bound."""
-        done = 0
+        """Split nodes, those with the lowest bound first, until the gap is closed or stays; the proved lower bound."""
+        done, stalled = 0, _Stalled(self.work)
         while open_nodes:
             open_nodes.sort(key=lambda n: -n.lower)
             lower = min(open_nodes[-1].lower, self.excluded, self.upper)
             if self._is_settled(lower):
                 return lower
-            if done >= self.effort.nodes or self.work >= self.effort.columns:
+            spent = done >= self.effort.nodes or self.work >= self.effort.columns
+            if spent or stalled.at(lower, self.upper, self.work, self.effort.columns * _STALLED):
                 self.method += ", limit"
                 return lower
             node = open_nodes.pop()
@@ -306,7 +327,7 @@ class _Search:
             if part.any():
                 masks = {**allowed, g: part}
                 scan = node.scan.inherited([masks[k] for k in range(len(masks))])
-                found.append(_Node(replace(node.restriction, allowed=masks), scan, node.lower, is_checked=True))
+                found.append(_Node(replace(node.restriction, allowed=masks), scan, node.lower))
         return found
 
     # --- one node ---
@@ -314,38 +335,28 @@ class _Search:
     def _scan(self, node: _Node, rounds: int) -> bool:
         """Raise the node's bound; False where nothing of it is worth looking at any more."""
         program, solver = self._relaxation(node.restriction)
-        scan = node.scan or Scan(np.array([bool(h.any()) for h in program.hidden]), program.memory is not None)
-        scan.limited = program.memory is not None
-        prices = scan.propose()[1] if scan.cuts else replace(scan.prices, memory=scan.prices.memory if scan.limited else 0.0)
+        scan = node.scan or Scan(np.array([bool(h.any()) for h in program.hidden]))
+        weights = scan.propose()[1] if scan.cuts else scan.weights
         for _ in range(rounds):
-            cost = prices.cost(program)
-            self.has_charged |= prices.memory > 0
+            cost = program.cost_at(weights)
             answer = solver.solve(cost)
             self.work += program.arrays.num_columns
             if answer.x is None:
                 node.lower = np.inf
                 return False
-            bound = answer.objective - prices.memory
+            cut, bound = self._learned(program, answer), answer.objective
             node.lower = max(node.lower, bound)
             if node is self.root:
                 self._learn_unlimited(bound)
-            scan.add(prices, bound, self._learned(program, answer.x))
+            scan.add(weights, bound, cut)
             if node.lower >= self._target():
                 self.excluded = min(self.excluded, node.lower)
                 return False
             if self._narrow(node, program, cost, bound, answer):
                 program, solver = self._relaxation(node.restriction)
-                scan.limited = program.memory is not None
-            reach, prices = scan.propose()
-            if not (scan.hides.any() or scan.limited) or reach - scan.bound <= self.effort.gap / 3 * abs(reach):
+            reach, weights = scan.propose()
+            if not scan.hides.any() or reach - scan.bound <= self.effort.gap / 3 * abs(reach):
                 break
-            if prices.memory > _SCARCE * scan.seconds():
-                break
-            if prices.memory and not node.is_checked:
-                node.is_checked = True
-                if not _may_fit(program, solver):
-                    node.lower = np.inf
-                    return False
         node.scan, node.split = scan, self._split(node, scan)
         if node.split is None:
             self._take_last(node)
@@ -354,31 +365,32 @@ class _Search:
     def _take_last(self, node: _Node) -> None:
         """Price the one plan that is left."""
         program, solver = self._relaxation(node.restriction)
-        answer = solver.solve(Prices().cost(program))
+        answer = solver.solve(program.cost_at(np.zeros(len(SEGMENTS))))
         if answer.x is not None:
-            self._learned(program, answer.x)
+            self._learned(program, answer)
 
     def _relaxation(self, restriction: Restriction) -> tuple[Program, Solver]:
-        program = assemble(self.problem, restriction, self.cache, limited=False)
+        program = assemble(self.problem, restriction, self.cache)
         self.scale = program.scale
         self.size = max(self.size, (program.arrays.num_columns, program.arrays.num_rows))
         return program, Solver(program.arrays, integer=False)
 
-    def _learned(self, program: Program, x: np.ndarray) -> Cut:
+    def _learned(self, program: Program, answer: Answer) -> Cut:
         """The cut of an answer; its candidates are remembered, and its plan if it is the best."""
+        x = answer.x
+        assert x is not None and answer.duals is not None
         for g, columns in enumerate(program.columns):
             self._support[g] |= (columns >= 0) & (x[columns] > _SUPPORT)
         fixed, compute, hidden = program.parts(x)
-        chosen = program.candidates_of(x) if program.is_integral(x) else None
-        if chosen is not None:
+        chosen, byte_s = program.candidates_of(x), program.byte_s(answer.duals)
+        self.has_charged |= byte_s > 0
+        if program.is_integral(x):
             self._offer(fixed + float(np.maximum(compute, hidden).sum()), chosen)
-        excess = -1.0 if program.memory is None else float(program.memory @ x) - 1.0
-        return Cut(fixed, compute, hidden, excess, chosen)
+            return Cut(fixed, compute, hidden, chosen, chosen, byte_s)
+        return Cut(fixed, compute, hidden, chosen, program.runners_up(x), byte_s)
 
     def _offer(self, objective: float, chosen: tuple[int, ...]) -> None:
         """Keep a plan if it fits and is the best."""
-        if objective / self.scale < self.unlimited.objective_s:
-            self.unlimited.objective_s, self.unlimited.chosen = objective / self.scale, chosen
         limit = self.problem.memory_limit_bytes
         if objective < self.upper and (limit is None or sum(memory_of(self.problem, chosen).values()) <= limit):
             self.upper, self.chosen = objective, chosen
@@ -403,12 +415,10 @@ class _Search:
         """Where to tear the node apart; None where one plan is left."""
         allowed = [node.restriction.allowed[g] for g in range(len(self.problem.choices))]
         active = scan.active()
-        if active is not None and active[0].chosen is not None and active[1].chosen is not None:
-            plans = (active[0].chosen, active[1].chosen)
-            if all(allowed[g][c] for plan in plans for g, c in enumerate(plan)):
-                limit = self.problem.memory_limit_bytes
-                byte_s = scan.prices.memory / self.scale / limit if limit else 0.0
-                return halves(self.problem, self.cache, *plans, allowed, byte_s)
+        if active is not None:
+            cut, one, other = active
+            if all(allowed[g][c] for plan in (one, other) for g, c in enumerate(plan)):
+                return halves(self.problem, self.cache, one, other, allowed, cut.byte_s)
         g = max(range(len(allowed)), key=lambda g: int(allowed[g].sum()))
         several = np.flatnonzero(allowed[g])
         if len(several) < 2:
@@ -425,6 +435,12 @@ class _Search:
         if all(mask.any() for mask in support.values()):
             self.method = "mip"
             self._integers(self.root.restriction.merged(Restriction(support)))
+
+    def _integers_at_once(self) -> bool:
+        """All of a small program as one integer program; False where that shows that nothing of it is left."""
+        answer = self._integers(self.root.restriction)
+        self.method, self.root.lower = "mip", max(self.root.lower, answer.bound)
+        return answer.status != "infeasible"
 
     def _last_resort(self) -> Solution | None:
         """All as one integer program, where no plan was met that fits.

@@ -27,8 +27,6 @@ from meshwright.planner.solve.problem import SEGMENTS, Demand, Flow, Network, Pr
 # The objective is scaled so that a typical problem's is about this, well above the solver's tolerances (1e-7).
 _OBJECTIVE = 1e4
 _INTEGRAL = 1e-6
-# The least part of the memory limit that is taken to be free, so that numbers stay moderate where nothing fits.
-_LEAST_ROOM = 1e-3
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,8 @@ class Program:
         compute: scaled compute of each segment by column, shape [segments, columns].
         hidden: scaled communication that can be issued ahead, shape [segments, columns].
         links: the demands of all flows.
-        memory: what each column takes of the memory that the limit leaves, beside the least that peaks take, shape [columns];
-            None where no choice could exceed the limit.
+        memory_row: row of the memory limit; None where there is none, or no choice could exceed it.
+        memory_unit: what a byte counts in that row.
     """
 
     arrays: LinearProgram
@@ -52,11 +50,26 @@ class Program:
     compute: np.ndarray
     hidden: np.ndarray
     links: tuple[Link, ...] = ()
-    memory: np.ndarray | None = None
+    memory_row: int | None = None
+    memory_unit: float = 0.0
 
     def candidates_of(self, x: np.ndarray) -> tuple[int, ...]:
         """The chosen candidate of every choice: the largest of its columns."""
         return tuple(int(np.argmax(np.where(c >= 0, x[c], -1.0))) for c in self.columns)
+
+    def runners_up(self, x: np.ndarray) -> tuple[int, ...]:
+        """The candidate of every choice with the largest part beside the chosen one; the chosen one where it has all."""
+        chosen = self.candidates_of(x)
+        rest = [np.where(c >= 0, x[c], -1.0) for c in self.columns]
+        for parts, first in zip(rest, chosen, strict=True):
+            parts[first] = _INTEGRAL
+        return tuple(int(np.argmax(parts)) for parts in rest)
+
+    def byte_s(self, duals: np.ndarray) -> float:
+        """Seconds that a byte of memory is worth, by the duals of a relaxation; 0 where the limit does not bind."""
+        if self.memory_row is None:
+            return 0.0
+        return max(0.0, -float(duals[self.memory_row])) * self.memory_unit / self.scale
 
     def is_integral(self, x: np.ndarray) -> bool:
         """Whether all candidates' columns are integers."""
@@ -187,9 +200,7 @@ class NetworkCache:
         return found
 
 
-def assemble(
-    problem: Problem, restriction: Restriction, cache: NetworkCache, *, objective: str = "time", limited: bool = True
-) -> Program:
+def assemble(problem: Problem, restriction: Restriction, cache: NetworkCache, *, objective: str = "time") -> Program:
     """Fill the arrays.
 
     Args:
@@ -198,19 +209,16 @@ def assemble(
         cache: reduced networks of this problem.
         objective: ``"time"``; ``"memory"`` to find the smallest memory (the limit is then ignored); ``"avoid"`` to take as few
             avoided candidates as possible.
-        limited: whether the memory limit holds.
     """
     build = _Assembly(problem, restriction, cache, objective)
     build.choices()
     for index, flow in enumerate(problem.flows):
         build.flow(index, flow)
-    if limited or objective == "memory":
-        build.memory()
+    build.memory()
     arrays = build.rows.program()
     compute, hidden = (build.dense(vectors, arrays.num_columns) for vectors in (build.compute, build.hidden))
-    return Program(
-        arrays, tuple(build.columns), build.scale, compute, hidden, tuple(build.links), build.priced_memory(arrays.num_columns)
-    )
+    memory = (build.memory_row, build.memory_unit)
+    return Program(arrays, tuple(build.columns), build.scale, compute, hidden, tuple(build.links), *memory)
 
 
 class _Assembly:
@@ -226,6 +234,8 @@ class _Assembly:
         self.compute: list[list[tuple[int, float]]] = [[] for _ in SEGMENTS]
         self.hidden: list[list[tuple[int, float]]] = [[] for _ in SEGMENTS]
         self.links: list[Link] = []
+        self.memory_row: int | None = None
+        self.memory_unit = 0.0
 
     def choices(self) -> None:
         """One binary column per allowed candidate; exactly one is taken."""
@@ -349,23 +359,11 @@ class _Assembly:
         entries += [(self._peak(peak_terms, unit), peak.weight) for peak in self.problem.peaks if (peak_terms := peak.terms)]
         if not minimised:
             assert limit is not None
-            self.rows.row(-np.inf, (limit - sum(self.problem.fixed_bytes.values())) * unit, entries)
+            room = (limit - sum(self.problem.fixed_bytes.values())) * unit
+            self.memory_row, self.memory_unit = self.rows.row(-np.inf, room, entries), unit
             return
         for column, amount in entries:
             self.rows.cost[column] += amount * _OBJECTIVE
-
-    def priced_memory(self, num_columns: int) -> np.ndarray | None:
-        """See :attr:`Program.memory`."""
-        limit = self.problem.memory_limit_bytes
-        if not self.timed or limit is None or largest_memory_bytes(self.problem, self.restriction) <= limit:
-            return None
-        floors = (p.weight * max(0.0, *(self._term_range(t)[0] for t in p.terms)) for p in self.problem.peaks if p.terms)
-        room = limit - sum(self.problem.fixed_bytes.values()) - sum(floors)
-        out = np.zeros(num_columns)
-        for g in range(len(self.columns)):
-            for column, size in self._static(g):
-                out[column] = size / max(room, _LEAST_ROOM * limit)
-        return out
 
     def _static(self, g: int) -> list[tuple[int, float]]:
         static = sum(self.problem.choices[g].memory_bytes.values(), np.zeros(len(self.columns[g])))

@@ -1,12 +1,13 @@
-"""Bounds by prices: the overlap's weights and the price of memory with which the relaxation is highest.
+"""Bounds by prices: the overlap's weights with which the relaxation is highest.
 
 The time of a segment is ``exposed + max(compute, hidden)``, at least ``exposed + (1 - w) * compute + w * hidden`` for every
-``w`` in [0, 1]; and memory may be charged at any price ``m >= 0`` if what the limit allows is paid back. For fixed prices the
-program is a sum of flows whose relaxation is integral as a rule and solved in milliseconds: a plan and a lower bound at once.
-With both as rows it is dense, fractional and many times slower (measured: Llama-3-405B, 12 s against 0.2 s).
+``w`` in [0, 1]. For fixed weights the program is a sum of flows and the memory rows, whose relaxation is solved in milliseconds and
+integral where memory does not bind: a lower bound, and a plan or what to mix one from. With overlap as rows it is dense,
+fractional and many times slower (measured: Llama-3-405B, 12 s against 0.2 s).
 
 Source: Lagrangian bound, maximised by cutting planes (Kelley, "The cutting-plane method for solving convex programs", 1960).
-Measured: PLANNER_FACTS §3.
+Measured: PLANNER_FACTS §3. Memory as rows, not as a price: where it binds, the bound of Llama-3-70B on 64x8 GPUs rises from 1.1 %
+below the best plan to 0.3 %, at the same cost.
 """
 
 from __future__ import annotations
@@ -18,115 +19,96 @@ import numpy as np
 
 from meshwright.planner.solve.backend import LinearProgram, Solver
 from meshwright.planner.solve.problem import SEGMENTS
-from meshwright.planner.solve.program import Program
 
 # Largest change of a weight at once: with one of compute and hidden nearly free the program is slow, and says little.
 _STEP, _STEP_OF_HALF = 0.5, 0.25
-# Largest price of memory at first, as a part of the objective for all that the limit allows; then what it may grow by.
-_PRICE, _GROWTH, _GROWTH_OF_HALF = 0.1, 4.0, 1.6
-
-
-@dataclass(frozen=True)
-class Prices:
-    """What a relaxation charges.
-
-    Attributes:
-        weights: part of hidden instead of compute by segment.
-        memory: objective units for all the memory that the limit allows.
-    """
-
-    weights: tuple[float, ...] = (0.0,) * len(SEGMENTS)
-    memory: float = 0.0
-
-    def cost(self, program: Program) -> np.ndarray:
-        """Objective by column."""
-        cost = program.cost_at(np.array(self.weights))
-        return cost if program.memory is None else cost + self.memory * program.memory
 
 
 @dataclass(frozen=True)
 class Cut:
-    """An upper bound of the bound as a function of the prices.
+    """An upper bound of the bound as a function of the weights, from the answer of one relaxation.
 
     Attributes:
         fixed: what is paid anyway.
         compute: by segment.
         hidden: by segment.
-        excess: memory beyond the limit, as a part of the limit.
-        chosen: the plan that it stands for; None where the relaxation was fractional.
+        chosen: the candidate that the answer takes most of, by choice.
+        second: the one that it takes most of beside that; ``chosen`` where it takes one alone.
+        byte_s: seconds that a byte of memory is worth in it.
     """
 
     fixed: float
     compute: np.ndarray
     hidden: np.ndarray
-    excess: float
-    chosen: tuple[int, ...] | None
+    chosen: tuple[int, ...]
+    second: tuple[int, ...]
+    byte_s: float = 0.0
 
-    def at(self, prices: Prices) -> float:
-        """What the cut costs at some prices."""
-        w = np.array(prices.weights)
-        return self.fixed + float((1 - w) @ self.compute + w @ self.hidden) + prices.memory * self.excess
+    @property
+    def is_plan(self) -> bool:
+        """Whether the answer was integral."""
+        return self.chosen == self.second
+
+    def at(self, weights: np.ndarray) -> float:
+        """What the cut costs at some weights."""
+        return self.fixed + float((1 - weights) @ self.compute + weights @ self.hidden)
 
 
 @dataclass
 class Scan:
-    """Cutting planes of one program, and the best prices so far.
+    """Cutting planes of one program, and the best weights so far.
 
     Attributes:
         hides: by segment, whether anything can be hidden.
-        limited: whether the memory limit could be exceeded.
-        prices: those with the highest bound.
+        weights: those with the highest bound, part of hidden instead of compute by segment.
         bound: it.
         cuts: all met.
-        is_half: whether it goes on from the scan of a larger problem: then the best prices are near.
+        is_half: whether it goes on from the scan of a larger problem: then the best weights are near.
     """
 
     hides: np.ndarray
-    limited: bool
-    prices: Prices = field(default_factory=Prices)
+    weights: np.ndarray = field(default_factory=lambda: np.zeros(len(SEGMENTS)))
     bound: float = -np.inf
     cuts: list[Cut] = field(default_factory=list)
     is_half: bool = False
 
     def inherited(self, allowed: Sequence[np.ndarray]) -> Scan:
         """The scan of a half, with the cuts of the plans that are in it."""
-        kept = [c for c in self.cuts if c.chosen is not None and all(m[x] for m, x in zip(allowed, c.chosen, strict=True))]
-        return Scan(self.hides, self.limited, self.prices, self.bound, kept, True)
+        kept = [c for c in self.cuts if c.is_plan and all(m[x] for m, x in zip(allowed, c.chosen, strict=True))]
+        return Scan(self.hides, self.weights, self.bound, kept, True)
 
-    def add(self, prices: Prices, bound: float, cut: Cut) -> None:
+    def add(self, weights: np.ndarray, bound: float, cut: Cut) -> None:
         self.cuts.append(cut)
         if bound >= self.bound:
-            self.bound, self.prices = bound, prices
+            self.bound, self.weights = bound, weights
 
-    def propose(self) -> tuple[float, Prices]:
-        """The highest bound that the cuts allow, and prices near the best ones in that direction."""
-        growth, step = (_GROWTH_OF_HALF, _STEP_OF_HALF) if self.is_half else (_GROWTH, _STEP)
-        largest = max(_PRICE * abs(self.bound), growth * self.prices.memory) if self.limited else 0.0
-        reach, weights, memory = _highest(self.cuts, self.hides, largest)
-        now = np.array(self.prices.weights)
-        return reach, Prices(tuple(np.clip(weights, now - step, now + step).tolist()), memory)
+    def propose(self) -> tuple[float, np.ndarray]:
+        """The highest bound that the cuts allow, and weights near the best ones in that direction."""
+        step = _STEP_OF_HALF if self.is_half else _STEP
+        reach, weights = _highest(self.cuts, self.hides)
+        return reach, np.clip(weights, self.weights - step, self.weights + step)
 
-    def seconds(self) -> float:
-        """The largest time of the plans met, if nothing were hidden."""
-        return max(c.fixed + float((c.compute + c.hidden).sum()) for c in self.cuts)
-
-    def active(self) -> tuple[Cut, Cut] | None:
-        """The two different plans that hold the bound down at the best prices."""
-        plans: dict[tuple[int, ...], Cut] = {c.chosen: c for c in self.cuts if c.chosen is not None}
-        lowest = sorted(plans.values(), key=lambda c: c.at(self.prices))
-        return (lowest[0], lowest[1]) if len(lowest) > 1 else None
+    def active(self) -> tuple[Cut, tuple[int, ...], tuple[int, ...]] | None:
+        """What holds the bound down at the best weights: the lowest cut, and the two plans that it mixes or that lie lowest."""
+        lowest = sorted(self.cuts, key=lambda c: c.at(self.weights))
+        if not lowest:
+            return None
+        if not lowest[0].is_plan:
+            return lowest[0], lowest[0].chosen, lowest[0].second
+        other = next((c.chosen for c in lowest if c.chosen != lowest[0].chosen), None)
+        return None if other is None else (lowest[0], lowest[0].chosen, other)
 
 
-def _highest(cuts: Sequence[Cut], hides: np.ndarray, largest: float) -> tuple[float, np.ndarray, float]:
-    """The largest value that the cuts allow the bound, with the weights and the price of memory where they do."""
+def _highest(cuts: Sequence[Cut], hides: np.ndarray) -> tuple[float, np.ndarray]:
+    """The largest value that the cuts allow the bound, with the weights where they do."""
     segments = len(hides)
-    matrix = np.array([[*(c.compute - c.hidden), -c.excess, 1.0] for c in cuts])
+    matrix = np.array([[*(c.compute - c.hidden), 1.0] for c in cuts])
     rows, columns = np.nonzero(np.abs(matrix) > 0)
     program = LinearProgram(
-        np.append(np.zeros(segments + 1), -1.0),
-        np.zeros(segments + 2),
-        np.array([*hides.astype(float), largest, np.inf]),
-        np.zeros(segments + 2, dtype=bool),
+        np.append(np.zeros(segments), -1.0),
+        np.zeros(segments + 1),
+        np.array([*hides.astype(float), np.inf]),
+        np.zeros(segments + 1, dtype=bool),
         np.full(len(cuts), -np.inf),
         np.array([c.fixed + c.compute.sum() for c in cuts]),
         rows,
@@ -135,4 +117,4 @@ def _highest(cuts: Sequence[Cut], hides: np.ndarray, largest: float) -> tuple[fl
     )
     answer = Solver(program, integer=False).solve(program.cost)
     assert answer.x is not None
-    return float(answer.x[-1]), np.clip(answer.x[:segments], 0.0, 1.0), max(0.0, float(answer.x[segments]))
+    return float(answer.x[-1]), np.clip(answer.x[:segments], 0.0, 1.0)
