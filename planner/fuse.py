@@ -31,13 +31,13 @@ from meshwright.planner.strided import Lifted, RowsFor
 _FREE_ROLES = frozenset({"parameter", "input"})
 """Placeholders that may rest in any placement; the others are replicated."""
 
-_MAX_WALK = 64
+_MAX_WALK = 256
 """Clusters looked at when proving that a join makes no cycle; beyond it the join is refused."""
 
 
 @dataclass(eq=False)
 class _Group:
-    """A cluster being built. ``style`` is ``pointwise``, ``kernel``, ``view`` or ``source``."""
+    """A cluster being built. ``style`` is ``pointwise``, ``kernel``, ``view`` or ``source``; ``is_read``: another cluster reads it."""
 
     style: str
     phase: str
@@ -48,6 +48,7 @@ class _Group:
     space: int = 1
     fallback: tuple[str, ...] = ()
     merged_into: _Group | None = None
+    is_read: bool = False
 
     @property
     def first(self) -> int:
@@ -69,6 +70,8 @@ class _Grouping:
         """Op name or placeholder value name to its group."""
         self._prefix: dict[str, tuple[tuple[int, Op], ...]] = {}
         """Value name to the ops that make it and wait for its one reader."""
+        self._late: list[_Group] = []
+        """Groups that got more to wait for after they were read: their readers wait for what is behind them in the graph."""
         self._results = {o.value.name for o in graph.outputs if o.value is not None}
         self._index = {op.name: i for i, op in enumerate(graph.ops)}
         for placeholder in graph.inputs:
@@ -101,6 +104,9 @@ class _Grouping:
         group.sealed.update(out.name for out in op.outs if out is not None and out.name in self._apart)
         self._of[op.name] = group
         made = {out.name for member in group.ops.values() for out in member.outs if out is not None} if len(op.ins) else set()
+        for v in op.ins:
+            if (maker := self._group_of(v.name)) is not None and maker is not group:
+                maker.is_read = True
         group.reads.update(dict.fromkeys(v.name for v in op.ins if v.name not in made))
 
     def _merge(self, into: _Group, other: _Group) -> None:
@@ -109,6 +115,7 @@ class _Grouping:
         into.reads = {v: None for v in (*into.reads, *other.reads) if v not in made}
         into.sealed |= other.sealed
         into.space = max(into.space, other.space)
+        into.is_read |= other.is_read
         other.merged_into = into
         other.ops = {}
 
@@ -253,6 +260,8 @@ class _Grouping:
         group = chosen[0] if chosen else self._new("pointwise", op.phase)
         for other in chosen[1:]:
             self._merge(group, other)
+        if group.is_read:
+            self._late.append(group)
         self._add(group, i, op)
         group.space = max(group.space, space)
         if kind == "reduction":
@@ -291,7 +300,7 @@ class _Grouping:
         if sealed.intersection(sources) or any(sealed.intersection(g.reads) for g in members):
             return False
         inside = {id(g) for g in members}
-        start = min(g.first for g in members)
+        start = self._first_that_matters(min(g.first for g in members))
         todo = [g for v in (*sources, *(v for m in members for v in m.reads)) if (g := self._group_of(v)) is not None]
         todo = [g for g in todo if id(g) not in inside]
         seen: set[int] = set()
@@ -306,6 +315,16 @@ class _Grouping:
             seen.add(id(group))
             todo.extend(g for v in group.reads if (g := self._group_of(v)) is not None)
         return not todo
+
+    def _first_that_matters(self, start: int) -> int:
+        """The op such that no group which ends before it waits for one that reaches ``start`` or beyond."""
+        late = {id(g): g for g in self._late if g.merged_into is None}
+        self._late = list(late.values())
+        for group in sorted(self._late, key=lambda g: -g.last):
+            if group.last < start:
+                break
+            start = min(start, group.first)
+        return start
 
 
 def _space(op: Op) -> int:
@@ -392,7 +411,7 @@ def _in_order(groups: list[_Group], graph: OpGraph) -> list[_Group]:
             stack.append((group, True))
             needs = {id(m): m for v in group.reads if (m := maker.get(v)) is not None and m is not group}
             stack.extend(
-                (m, False) for m in sorted(needs.values(), key=lambda g: rank[id(g)], reverse=True) if id(m) not in state
+                (m, False) for m in sorted(needs.values(), key=lambda g: rank[id(g)], reverse=True) if not state.get(id(m))
             )
     return order
 

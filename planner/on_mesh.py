@@ -32,11 +32,21 @@ from meshwright.planner.solve.floor import Floors
 from meshwright.planner.solve.follow import rows_following_batch
 from meshwright.planner.solve.memory import optimizer_bytes
 from meshwright.planner.solve.micro_batches import restrict_to_micro_batches
-from meshwright.planner.solve.optimise import Effort, Excluded, Solution, Unlimited, optimise, optimise_below, relaxed_bound_s, relaxed_plan
+from meshwright.planner.solve.optimise import (
+    Effort,
+    Excluded,
+    Solution,
+    Unlimited,
+    optimise,
+    optimise_below,
+    relaxed_bound_s,
+    relaxed_plan,
+)
 from meshwright.planner.solve.outline import part_of, repeated_part, with_floor_of_the_rest
 from meshwright.planner.solve.pins import Pin, find_pins, restrict_to_pins
 from meshwright.planner.solve.price import Outcome, memory_of, objective_s, price
 from meshwright.planner.solve.problem import Restriction
+from meshwright.planner.solve.rows import with_points
 from meshwright.planner.solve.strategies import batch_length, replicated_under, restrict, strategy_named
 from meshwright.planner.solve.tables import Tables, build_tables
 from meshwright.planner.weights import weigh
@@ -202,12 +212,14 @@ class OnMesh:
         rows: per cluster, the only rows that it may take over any axis; None for all. Bounds then hold for those alone.
         costs: seconds on it.
         unlimited: what the last solution under the limit showed of the problem without one.
-        held_back_bytes: what plans here have to leave of the limit for memory that the solver does not see.
+        points: ops at which the solver looks at memory, beside the points that it looks at by itself.
+        held_back_bytes: what plans here have to leave of the limit for memory that the solver still does not see.
     """
 
     def __init__(self, program: Program, where: LogicalMesh, rows: Sequence[frozenset[Edges]] | None = None):
         self.program, self.where, self.rows = program, where, rows
         self.unlimited = Unlimited()
+        self.points: list[str] = []
         self.held_back_bytes = 0
         self.costs = _costs(program, where)
         self._built: dict[tuple[bool, ...], Tables] = {}
@@ -356,6 +368,7 @@ class OnMesh:
         with self.program.clock.phase("solve"):
             whole = self._whole(name, tables)
             problem = replace(tables.problem, memory_limit_bytes=self._limit_bytes if limited else None)
+            problem = with_points(tables, problem, self.points) if limited else problem
             unlimited = Unlimited()
             effort = effort or self.program.options.effort
             solution = optimise_below(problem, whole, tables.cache, effort, beat_s, unlimited=unlimited)
@@ -386,12 +399,16 @@ class OnMesh:
             notes = whole.notes + replicated_under(tables, whole, solution.chosen, name)
             return Found(self, tables, solution, outcome, objective, min(objective, solution.bound_s), notes)
 
+    def seen_bytes(self, found: Found, points: Sequence[str]) -> int:
+        """Memory of a plan as the solver would count it if it looked at some points."""
+        return sum(memory_of(with_points(found.tables, found.tables.problem, points), found.solution.chosen).values())
+
     def free_peak_bytes(self) -> float:
         """Memory of about the best plan without a limit: that of the first relaxation; infinite where that is fractional."""
         tables = self.tables_for("auto")
         with self.program.clock.phase("bound"):
             free = replace(tables.problem, memory_limit_bytes=None)
-            chosen = relaxed_plan(free, self._whole("auto", tables), tables.cache, self.program.options.effort)
+            chosen = relaxed_plan(free, self._whole("auto", tables), tables.cache, _OUTLINED)
         return math.inf if chosen is None else float(sum(memory_of(free, chosen).values()))
 
     def freed(self, found: Found) -> Found:

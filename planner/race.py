@@ -18,8 +18,8 @@ from meshwright.planner.solve.optimise import Effort, Excluded
 _NOTHING_FITS = float("inf")
 # Bounds further above the lowest than this part of it are not made any tighter: such meshes are looked at last.
 _CLOSE = 0.03
-# How often the solver's limit is lowered for memory that it does not see, and by how much more than was missing.
-_TIGHTENINGS, _SAFELY = 4, 1.01
+# How often the solver is shown memory that it did not see, and how much more than was missing is held back.
+_TIGHTENINGS, _SAFELY = 6, 1.01
 # How many of the finer meshes are solved, and what is said of them.
 _REFINED = 2
 _FEW_ROWS = "tried with the rows of the plans above alone"
@@ -33,7 +33,7 @@ class Race:
         name: of the strategy.
         effort: of the solver.
         known_s: time of a plan that is known already: only faster ones are of interest.
-        peak_bytes: what a finished plan holds at its peak; None where the solver's own count is enough.
+        peak_of: what a finished plan holds at its peak and the op that runs then; None where the solver's own count is enough.
         best: the best plan so far.
         tried: what became of each mesh, in the order looked at.
         refused: the error of the first mesh that the batch or a pin does not suit.
@@ -42,10 +42,11 @@ class Race:
     name: str
     effort: Effort
     known_s: float = math.inf
-    peak_bytes: Callable[[Found], int] | None = None
+    peak_of: Callable[[Found], tuple[int, str]] | None = None
     best: Found | None = None
     tried: list[tuple[OnMesh, MeshTried]] = field(default_factory=list)
     refused: InputError | None = None
+    _points: list[str] = field(default_factory=list)
 
     def run(self, meshes: Sequence[OnMesh]) -> Race:
         """Look at every mesh."""
@@ -115,22 +116,25 @@ class Race:
     def _solve(self, on: OnMesh) -> Found | Excluded | None:
         """The best plan on a mesh that fits; None where none was found.
 
-        The solver sees memory at few points and without copies of activations: a plan that turns out larger than the limit is
-        looked for again with that much less. The bound stays that of all plans within the memory that the solver sees.
+        The solver sees memory at few points: where a plan turns out larger than the limit, the point of its peak becomes one more, and
+        what the solver even so does not see of it is held back. The bound stays that of all plans within the memory that the solver
+        sees.
         """
         bound_s = math.inf
         for _ in range(_TIGHTENINGS):
+            on.points = [*self._points]
             found = on.solve(self.name, effort=self.effort, beat_s=self.beat_s)
-            if found is None or self.peak_bytes is None:
+            if found is None or self.peak_of is None:
                 return found
             bound_s = min(bound_s, found.bound_s)
             if isinstance(found, Excluded):
                 return Excluded(bound_s)
-            peak, limit = self.peak_bytes(found), on.program.limit_bytes
+            (peak, at), limit = self.peak_of(found), on.program.limit_bytes
             if peak <= limit:
                 return replace(found, bound_s=bound_s)
-            held_back = max(peak - found.outcome.peak_memory_bytes, on.held_back_bytes + peak - limit)
-            on.held_back_bytes = int(_SAFELY * held_back) + 1
+            self._points = list(dict.fromkeys((*self._points, at)))
+            unseen = peak - on.seen_bytes(found, self._points)
+            on.held_back_bytes = max(on.held_back_bytes, int(_SAFELY * unseen) + 1)
         return None
 
     def _take(self, on: OnMesh, found: Found | Excluded | None) -> None:

@@ -12,7 +12,7 @@ Where a program can be had with different recomputation, all that is done for on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from meshwright.planner.ir.errors import InfeasibleError, InputError
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.hardware import Hardware
 from meshwright.planner.ir.mesh import MeshShape
-from meshwright.planner.ir.plan import Alternative, MeshTried, Plan
+from meshwright.planner.ir.plan import Alternative, MeshTried, Plan, Prediction
 from meshwright.planner.ir.recompute import LEVELS, Recompute
 from meshwright.planner.levels import Recomputable, Tried
 from meshwright.planner.meshes import LogicalMesh
@@ -95,6 +95,7 @@ class _Levels:
         self.clock = Clock(options.progress)
         self.limit_bytes = options.memory_limit(meshes[0].hardware)
         self.best: Tried[_Search] | None = None
+        self.by_program: dict[str, Tried[_Search]] = {}
 
     def plan(self, finer: Finer | None) -> Plan:
         """Try the choices, and spell out the best."""
@@ -118,12 +119,16 @@ class _Levels:
             if not recompute.is_mixed:
                 raise
             return Tried(recompute, None, math.inf, math.inf, math.inf, False)
+        known = self.by_program.get(capture.graph.hash)
+        if known is not None:  # nothing of this level is worth computing again
+            return replace(known, recompute=recompute, found=None, step_time_s=math.inf)
         floor = program.floor_bytes(self.meshes[0].mesh.num_devices)
         if floor > self.limit_bytes and self.options.recompute is None and recompute.level != LEVELS[-1]:
             return Tried(recompute, None, math.inf, floor, math.inf, False)
         tried = _Search(program, self._meshes(recompute)).attempt(
             math.inf if self.best is None or recompute.is_mixed else self.best.step_time_s, floor
         )
+        self.by_program[capture.graph.hash] = tried
         if self.best is None or tried.step_time_s < self.best.step_time_s:
             self.best = tried
         return tried
@@ -159,13 +164,13 @@ class _Search:
     def race(self, known_s: float = math.inf) -> Race:
         """Solve on the meshes, as far as a plan can be faster than one that is known."""
         name = strategy_named(self.options.strategy).name
-        self.raced = Race(name, self.options.effort, known_s, peak_bytes=self._peak_bytes)
+        self.raced = Race(name, self.options.effort, known_s, peak_of=self._peak)
         return self.raced.run(self.meshes)
 
     def _smallest_that_fits(self) -> Found | None:
         """The fastest of the meshes' smallest plans, if it fits: the solver's rows may ask for a little more than a plan needs."""
         smallest = [f for on in self.meshes if (f := self._smallest(on, self.raced.name)) is not None]
-        fitting = [f for f in smallest if self._peak_bytes(f) <= self.program.limit_bytes]
+        fitting = [f for f in smallest if self._peak(f)[0] <= self.program.limit_bytes]
         return min(fitting, key=lambda f: f.objective_s, default=None)
 
     def _smallest(self, on: OnMesh, name: str) -> Found | None:
@@ -174,17 +179,19 @@ class _Search:
         except InputError:
             return None
 
-    def _peak_bytes(self, found: Found) -> int:
-        return sum(self._memory_bytes(found).values())
+    def _peak(self, found: Found) -> tuple[int, str]:
+        """What the finished plan holds at its peak, and the op that runs then."""
+        predicted = self._predicted(found)
+        return predicted.peak_memory_bytes, predicted.peak_at
 
     def _if_it_fits(self, found: Found, best: Found) -> Found:
         """A plan that should be better, unless its peak says otherwise."""
-        return found if found is best or self._peak_bytes(found) <= self.program.limit_bytes else best
+        return found if found is best or self._peak(found)[0] <= self.program.limit_bytes else best
 
-    def _memory_bytes(self, found: Found) -> Mapping[str, int]:
-        """What the finished plan holds at its peak."""
+    def _predicted(self, found: Found) -> Prediction:
+        """What the finished plan will take."""
         with self.clock.phase("check"):
-            return checked_plan(self.program, self.raced.name, found, found.bound_s, (), ()).predicted.memory_bytes
+            return checked_plan(self.program, self.raced.name, found, found.bound_s, (), ()).predicted
 
     def attempt(self, known_s: float, floor_bytes: float) -> Tried[_Search]:
         """What :meth:`race` finds, as one choice of recomputation."""
@@ -239,7 +246,7 @@ class _Search:
         errors: list[InfeasibleError] = []
         for on in infeasible:
             smallest = on.smallest(race.name)
-            errors.append(on.why_infeasible(race.name, None if smallest is None else self._memory_bytes(smallest)))
+            errors.append(on.why_infeasible(race.name, None if smallest is None else self._predicted(smallest).memory_bytes))
         return min(errors, key=lambda e: e.needed_bytes or float("inf"))
 
     def _finer(self, race: Race, best: Found, known: Sequence[Found], meshes: Sequence[LogicalMesh]) -> Found:

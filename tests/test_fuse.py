@@ -143,6 +143,20 @@ def test_an_op_between_two_kernels_makes_no_cycle():
     assert kinds(fused) == ["relu", "mm", "add"]
 
 
+def test_clusters_that_grow_after_they_were_read_make_no_cycle():
+    """Recomputed values, as a backward reads them: early by one kernel, late by the op that they are computed with."""
+    s = Sketch()
+    x, y, w = s.input("x", (8, 8)), s.input("y", (8, 8)), s.parameter("w", (8, 8))
+    a = s.op("aten.relu.default", x)
+    by_a = s.op("aten.mm.default", a, w)
+    b = s.op("aten.relu.default", y)
+    by_b = s.op("aten.mm.default", b, w)
+    late_a = s.op("aten.mul.Tensor", a, by_b)
+    late_b = s.op("aten.mul.Tensor", b, by_a)
+    graph = s.done(s.op("aten.mm.default", late_a, late_b))
+    check(graph, fuse(graph, rows_for))
+
+
 def test_an_op_without_a_rule_is_replicated_and_named():
     s = Sketch()
     y = s.op("aten.mul.Tensor", s.op("aten.relu.default", s.input("x", (8, 8))), 2.0)

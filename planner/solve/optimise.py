@@ -30,7 +30,9 @@ _PART = 0.95
 # Programs up to this many columns are solved as integer programs at once where the scan leads to no plan.
 _SMALL = 6_000
 # The search ends where the bound rose by less than this part of the gap during this part of the columns allowed.
-_RISE, _STALLED = 0.1, 0.25
+_RISE, _STALLED = 0.1, 0.1
+# Relaxations after which the root looks for a plan, where none is known: with one, candidates can be dropped.
+_LEARNED = 2
 # A new program is filled when at most this part of the candidates is left.
 _WORTH = 0.7
 
@@ -51,7 +53,7 @@ class Effort:
     nodes: int = 200
     time_limit_s: float = 30.0
     rounds: int = 12
-    columns: int = 600_000
+    columns: int = 400_000
 
 
 @dataclass(frozen=True)
@@ -337,7 +339,9 @@ class _Search:
         program, solver = self._relaxation(node.restriction)
         scan = node.scan or Scan(np.array([bool(h.any()) for h in program.hidden]))
         weights = scan.propose()[1] if scan.cuts else scan.weights
-        for _ in range(rounds):
+        for done in range(rounds):
+            if done == _LEARNED and node is self.root and not np.isfinite(self._target()):
+                self._integers_on_support()
             cost = program.cost_at(weights)
             answer = solver.solve(cost)
             self.work += program.arrays.num_columns

@@ -2,29 +2,60 @@
 
 The fullest point of a typical plan is the *base*; what is alive there is charged to the choices themselves. Other points that other
 plans have their peak at stand beside it as what they hold more than the base. Values count where they are made, copies of parameters
-beside them; copies of activations are left to :mod:`.alive`, which walks the finished plan: if that finds more than the limit, the
-search is made again with less.
+beside them; copies of activations are left to :mod:`.alive`, which walks the finished plan. If that finds more than the limit, the
+point of its peak becomes one more (:func:`with_points`), with the copies that are read there, and the search is made again.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
-from meshwright.planner.ir.cluster import ClusterGraph
+from meshwright.planner.ir.cluster import Cluster, ClusterGraph
 from meshwright.planner.ir.graph import OpGraph, Value
+from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.spec import Placements, R
 from meshwright.planner.solve.candidates import Candidate, piece_bytes, piece_numel
 from meshwright.planner.solve.keep import root_of
 from meshwright.planner.solve.liveness import Span, Timeline, late_makers, roots
-from meshwright.planner.solve.problem import Peak
+from meshwright.planner.solve.network import PlacementNetwork
+from meshwright.planner.solve.problem import SEGMENTS, Peak, Problem
 from meshwright.planner.solve.results import parameter_of
+
+Term = tuple[tuple[int, np.ndarray], ...]
+"""One term of a peak: choice and its bytes by candidate."""
+
+ELSEWHERE = "elsewhere"
+"""Category of what other points than the base hold more."""
 
 POINTS = 4
 """Points beside the base at most: each is a row."""
+
+
+class PointTables(Protocol):
+    """What of a problem's tables is needed to look at more points; see :class:`~meshwright.planner.solve.tables.Tables`."""
+
+    @property
+    def clusters(self) -> ClusterGraph: ...
+    @property
+    def mesh(self) -> MeshShape: ...
+    @property
+    def class_of(self) -> tuple[int, ...]: ...
+    @property
+    def values(self) -> tuple[tuple[str, ...], ...]: ...
+    @property
+    def networks(self) -> tuple[PlacementNetwork, ...]: ...
+    @property
+    def readers(self) -> tuple[tuple[tuple[str, int, int], ...], ...]: ...
+    @property
+    def problem(self) -> Problem: ...
+    @property
+    def points(self) -> MemoryRows: ...
+    def first(self, choice: int) -> Cluster: ...
 
 
 @dataclass(frozen=True)
@@ -194,16 +225,22 @@ class MemoryRows:
 
     def peaks(self) -> tuple[Peak, ...]:
         """What other points hold more than the base."""
-        terms = []
-        for point in self.others:
-            more: dict[int, np.ndarray] = {}
-            for item in self.items:
-                count = item.count(point) - item.count(self.base)
-                if count:
-                    more[item.choice] = more.get(item.choice, np.zeros(len(item.bytes))) + count * item.bytes
-            if sum(float(b.max()) for b in more.values()) > 0:
-                terms.append(tuple(sorted(more.items(), key=lambda entry: entry[0])))
-        return (Peak("elsewhere", 1.0, tuple(terms)),) if terms else ()
+        found = [_term(self.more_at(point)) for point in self.others]
+        terms = [t for t in found if sum(float(b.max()) for _, b in t) > 0]
+        return (Peak(ELSEWHERE, 1.0, tuple(terms)),) if terms else ()
+
+    def more_at(self, point: int) -> dict[int, np.ndarray]:
+        """Choice to what it holds at a point more than at the base, in bytes by candidate."""
+        more: dict[int, np.ndarray] = {}
+        for item in self.items:
+            count = item.count(point) - item.count(self.base)
+            if count:
+                more[item.choice] = more.get(item.choice, np.zeros(len(item.bytes))) + count * item.bytes
+        return more
+
+
+def _term(more: Mapping[int, np.ndarray]) -> Term:
+    return tuple(sorted(more.items(), key=lambda entry: entry[0]))
 
 
 def _piece_sizes(value: Value, placements: Sequence[Placements], sizes: tuple[int, ...]) -> np.ndarray:
@@ -211,3 +248,47 @@ def _piece_sizes(value: Value, placements: Sequence[Placements], sizes: tuple[in
     return np.array(
         [known.setdefault(p, float(piece_bytes(value, p, sizes))) if p not in known else known[p] for p in placements]
     )
+
+
+def with_points(tables: PointTables, problem: Problem, ops: Iterable[str]) -> Problem:
+    """``problem`` with what is held while some ops run: values, and the copies of activations that those ops' clusters read.
+
+    A copy counts as far as it is larger than what it is made from, so that no plan that fits is lost.
+
+    Args:
+        tables: what the problem was built from.
+        problem: it, or what it became.
+        ops: names of ops.
+    """
+    terms = [_term(_held_at(tables, point, op)) for op in ops for point, at in enumerate(tables.points.line.names) if at == op]
+    if not terms:
+        return problem
+    others = [p for p in problem.peaks if p.category != ELSEWHERE]
+    known = [t for p in problem.peaks if p.category == ELSEWHERE for t in p.terms]
+    return replace(problem, peaks=(*others, Peak(ELSEWHERE, 1.0, (*known, *terms))))
+
+
+def _held_at(tables: PointTables, point: int, op: str) -> dict[int, np.ndarray]:
+    more = tables.points.more_at(point)
+    for i, cluster in enumerate(tables.clusters.clusters):
+        if all(member.name != op for member in cluster.ops):
+            continue
+        for slot, value in enumerate(cluster.ins):
+            for g, sizes in _copied(tables, value, cluster.phase, ("in", tables.class_of[i], slot)):
+                more[g] = more.get(g, np.zeros(len(sizes))) + sizes
+    return more
+
+
+def _copied(tables: PointTables, value: Value, phase: str, reader: tuple[str, int, int]) -> Iterator[tuple[int, np.ndarray]]:
+    """By how much a reader's copy of an activation is larger than the piece it is made from, as a sum over two choices."""
+    for k, flow in enumerate(tables.problem.flows):
+        source = tables.first(flow.supply).source
+        if value.name not in tables.values[k] or SEGMENTS[flow.segment] != phase or reader not in tables.readers[k]:
+            continue
+        if source is not None and source.role == "parameter":
+            continue
+        demand = flow.demands[tables.readers[k].index(reader)]
+        if demand.choice is not None and demand.choice != flow.supply:
+            sizes = _piece_sizes(value, tables.networks[k].nodes, tables.mesh.sizes)
+            yield demand.choice, sizes[demand.nodes]
+            yield flow.supply, -sizes[flow.supply_nodes]

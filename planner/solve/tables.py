@@ -62,6 +62,7 @@ class Tables:
         result_readers: the reader that each result of the graph is, in the graph's order; None where there is no tensor.
         problem: the numbers.
         costs: what they were made with.
+        points: memory at the points of a step.
         cache: reduced networks, shared by all solves of the problem.
     """
 
@@ -77,6 +78,7 @@ class Tables:
     result_readers: tuple[Reader | None, ...]
     problem: Problem
     costs: Costs
+    points: MemoryRows
     cache: NetworkCache = field(default_factory=NetworkCache)
 
     def first(self, choice: int) -> Cluster:
@@ -166,6 +168,7 @@ def build_tables(
             _tie_memory(choices),
         ),
         costs,
+        points,
     )
 
 
