@@ -29,8 +29,8 @@ _SUPPORT = 1e-7
 _PART = 0.95
 # Programs up to this many columns are solved as integer programs at once where the scan leads to no plan.
 _SMALL = 6_000
-# The search ends where the bound rose by less than this part of the gap during this part of the columns allowed.
-_RISE, _STALLED = 0.1, 0.1
+# The search ends where the bound rose by less than this part of the gap during this many nodes and this part of the columns allowed.
+_RISE, _PATIENCE, _STALLED = 0.1, 8, 0.1
 # Relaxations after which the root looks for a plan, where none is known: with one, candidates can be dropped.
 _LEARNED = 2
 # A new program is filled when at most this part of the candidates is left.
@@ -218,20 +218,22 @@ class _Stalled:
     """Whether halving leads anywhere.
 
     Attributes:
-        work: columns when the gap last changed by much.
+        done: nodes when the gap last changed by much.
+        work: columns then.
         lower: the bound then.
         upper: the best plan's cost then.
     """
 
+    done: int
     work: int
     lower: float = -np.inf
     upper: float = np.inf
 
-    def at(self, lower: float, upper: float, work: int, patience: float) -> bool:
-        """Whether neither bound moved much during ``patience`` columns; False as long as there is no plan."""
+    def at(self, lower: float, upper: float, done: int, work: int, patience: float) -> bool:
+        """Whether neither bound moved much during ``patience`` columns and some nodes; False as long as there is no plan."""
         if not np.isfinite(self.lower) or upper < self.upper or lower - self.lower > _RISE * (upper - self.lower):
-            self.work, self.lower, self.upper = work, lower, upper
-        return np.isfinite(upper) and work - self.work > patience
+            self.done, self.work, self.lower, self.upper = done, work, lower, upper
+        return np.isfinite(upper) and done - self.done >= _PATIENCE and work - self.work > patience
 
 
 class _Search:
@@ -275,7 +277,7 @@ class _Search:
         open_nodes = [self.root] if self._scan(self.root, self.effort.rounds) else []
         if open_nodes and not self._is_settled(self.root.lower):
             self._integers_on_support()
-            if self.chosen is None and self.size[0] <= _SMALL and not self._integers_at_once():
+            if not self._is_settled(self.root.lower) and not self._integers_at_once():
                 open_nodes = []
         lower = self._explore(open_nodes)
         self._learn_unlimited(lower)
@@ -304,14 +306,14 @@ class _Search:
 
     def _explore(self, open_nodes: list[_Node]) -> float:
         """Split nodes, those with the lowest bound first, until the gap is closed or stays; the proved lower bound."""
-        done, stalled = 0, _Stalled(self.work)
+        done, stalled = 0, _Stalled(0, self.work)
         while open_nodes:
             open_nodes.sort(key=lambda n: -n.lower)
             lower = min(open_nodes[-1].lower, self.excluded, self.upper)
             if self._is_settled(lower):
                 return lower
             spent = done >= self.effort.nodes or self.work >= self.effort.columns
-            if spent or stalled.at(lower, self.upper, self.work, self.effort.columns * _STALLED):
+            if spent or stalled.at(lower, self.upper, done, self.work, self.effort.columns * _STALLED):
                 self.method += ", limit"
                 return lower
             node = open_nodes.pop()
@@ -441,7 +443,12 @@ class _Search:
             self._integers(self.root.restriction.merged(Restriction(support)))
 
     def _integers_at_once(self) -> bool:
-        """All of a small program as one integer program; False where that shows that nothing of it is left."""
+        """What is left of the root as one integer program, if it is small; False where that shows that nothing of it is left."""
+        if np.isfinite(self._target()) and not self._scan(self.root, _LEARNED):
+            return False
+        program = assemble(self.problem, self.root.restriction, self.cache)
+        if program.arrays.num_columns > _SMALL:
+            return True
         answer = self._integers(self.root.restriction)
         self.method, self.root.lower = "mip", max(self.root.lower, answer.bound)
         return answer.status != "infeasible"
