@@ -35,7 +35,7 @@ def best_s(graph: OpGraph, clusters: ClusterGraph, *sizes: int, arithmetic_only:
         hardware = replace(hardware, device=free)
     costs = CostModel(hardware, mesh)
     tables = build_tables(graph, clusters, clusters.class_of, mesh, costs, state_bytes=8, memory_limit_bytes=None)
-    program = assemble(tables.problem, Restriction(), NetworkCache(), limited=False)
+    program = assemble(replace(tables.problem, memory_limit_bytes=None), Restriction(), NetworkCache())
     cost = program.arrays.cost + program.compute.sum(0) + program.hidden.sum(0)
     answer = Solver(program.arrays, integer=True).solve(cost, gap=1e-7)
     assert answer.x is not None
