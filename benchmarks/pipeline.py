@@ -21,6 +21,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ def run_rank(rank: int, ranks: int, folder: str, options: argparse.Namespace) ->
 
 # --- against torch ------------------------------------------------------------------------------------------------
 
-AGAINST = ("gpipe", "1f1b")
+AGAINST, CUT = ("gpipe", "1f1b"), LAYERS // 2
 
 
 class Part(nn.Module):
@@ -137,6 +138,19 @@ def by_hand(rank: int, schedule: str, cut: int, micro_batches: int, ids: torch.T
     return part, step
 
 
+def cut_behind(blocks: int, schedule: str, micro_batches: int, batch: dict[str, torch.Tensor]) -> mw.Plan:
+    """Our plan, cut where the other model is cut."""
+    degrees = {"pp": 2}
+    plan = mw.plan(
+        Model(), mw.MeshShape.of(2), batch, hardware="CPU", degrees=degrees, schedule=schedule, micro_batches=micro_batches
+    )
+    inside = [
+        name for name, op in plan.op_info.items() if op.phase == "forward" and op.module_path.startswith(f"blocks.{blocks - 1}")
+    ]
+    assert plan.pipeline is not None
+    return replace(plan, pipeline=replace(plan.pipeline, cuts=(inside[-1],)))
+
+
 def race_rank(rank: int, folder: str, options: argparse.Namespace) -> None:
     """Alternate between the two and write seconds of every step."""
     torch.set_num_threads(1)
@@ -146,13 +160,9 @@ def race_rank(rank: int, folder: str, options: argparse.Namespace) -> None:
     batch, found = {"ids_BS": ids, "labels_BS": ids.roll(-1, 1)}, {}
     for schedule in AGAINST:
         torch.manual_seed(0)
-        pm: Any = mw.autoparallelize(
-            Model(), (2,), batch, degrees={"pp": 2}, schedule=schedule, micro_batches=options.micro_batches
-        )
-        (cut_op,) = pm.plan.pipeline.cuts
-        path = pm.plan.op_info[cut_op].module_path
-        cut = int(path.split(".")[1]) + 1 if path.startswith("blocks.") else LAYERS // 2
-        part, step = by_hand(rank, schedule, cut, options.micro_batches, ids)
+        plan = cut_behind(CUT, schedule, options.micro_batches, batch)
+        pm: Any = mw.autoparallelize(Model(), (2,), batch, plan=plan)
+        part, step = by_hand(rank, schedule, CUT, options.micro_batches, ids)
         seconds: dict[str, list[tuple[float, float]]] = {"ours": [], "torch": []}
         for number in range(options.steps + 2):
             for name, module, run in (("ours", pm, pm.step), ("torch", part, step)):
@@ -164,7 +174,7 @@ def race_rank(rank: int, folder: str, options: argparse.Namespace) -> None:
                 dist.barrier()
                 if number >= 2:
                     seconds[name].append((time.perf_counter() - began, busy))
-        found[schedule] = {"seconds": seconds, "cut": cut, "cut_op": cut_op, "cut_in": path}
+        found[schedule] = {"seconds": seconds}
     with open(f"{folder}/{rank}.json", "w") as file:
         json.dump(found, file)
     dist.destroy_process_group()
@@ -180,7 +190,7 @@ def against_torch(options: argparse.Namespace) -> list[dict[str, Any]]:
                 by_rank.append(json.load(file))
     rows = []
     for schedule in AGAINST:
-        row: dict[str, Any] = {"schedule": schedule, "cut_behind_block": by_rank[0][schedule]["cut"], "load": os.getloadavg()[0]}
+        row: dict[str, Any] = {"schedule": schedule, "cut_behind_block": CUT, "load": os.getloadavg()[0]}
         for name in ("ours", "torch"):
             each = [found[schedule]["seconds"][name] for found in by_rank]
             row[f"{name}_s"] = statistics.median(max(wall for wall, _ in step) for step in zip(*each, strict=True))

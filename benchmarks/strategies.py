@@ -17,20 +17,26 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pipeline import SEQ, VOCABULARY, Model
+from pipeline import SEQ, VOCABULARY, WIDTH, Block
 from rich.console import Console
 from rich.table import Table
 from torch import distributed as dist, multiprocessing as mp, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import meshwright as mw
 from meshwright.planner.cost import DEVICES
+from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.hardware import Device, Hardware, Link
+from meshwright.planning import Request, capture_call, plan_capture
+from meshwright.runtime.module import build
+from meshwright.target import target_of
 
 STRATEGIES = (
     "auto",
@@ -48,6 +54,22 @@ STRATEGIES = (
 )
 SMALL, LARGE = 1 << 4, 1 << 21
 """Elements of the all_reduces that latency and rate come from."""
+
+
+class Transformer(nn.Module):
+    """Few weights for many tokens."""
+
+    def __init__(self, layers: int = 4):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids_BS: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+        x_BSD = self.tokens(ids_BS)
+        for block in self.blocks:
+            x_BSD = block(x_BSD)
+        return F.cross_entropy(self.head(x_BSD).flatten(0, 1), labels_BS.flatten())
 
 
 class Wide(nn.Module):
@@ -74,7 +96,7 @@ def _vectors() -> dict[str, torch.Tensor]:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, torch.Tensor]]]] = {
-    "transformer": (Model, _tokens),
+    "transformer": (Transformer, _tokens),
     "wide": (Wide, _vectors),
 }
 
@@ -121,18 +143,78 @@ def measured_hardware() -> Hardware:
 # --- running ------------------------------------------------------------------------------------------------------
 
 
-def run_rank(rank: int, ranks: int, folder: str, options: argparse.Namespace) -> None:
-    """Measure, plan and run everything; the first rank writes what was found."""
+def in_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> Any:
+    """What ``work(*args)`` returns on the first of forked ranks, which share what this process has captured and planned."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.get_context("fork")
+        children = [context.Process(target=_one_rank, args=(rank, ranks, folder, work, args)) for rank in range(ranks)]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join()
+        if any(child.exitcode for child in children):
+            raise SystemExit(f"a rank failed: exit codes {[child.exitcode for child in children]}")
+        with open(f"{folder}/found.json") as file:
+            return json.load(file)
+
+
+def _one_rank(rank: int, ranks: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    hardware = measured_hardware()
-    found: dict[str, Any] = {"hardware": _told(hardware), "rows": []}
-    for name in MODELS:
-        found["rows"] += run_model(name, ranks, hardware, options)
+    found = work(*args)
     if rank == 0:
         with open(f"{folder}/found.json", "w") as file:
             json.dump(found, file)
+    dist.barrier()
     dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A strategy that is planned."""
+
+    strategy: str
+    capture: Capture
+    plan: mw.Plan
+
+
+def planned(name: str, ranks: int, hardware: Hardware, strategies: Sequence[str]) -> list[Ready]:
+    """Every strategy of one model, captured once."""
+    make, make_batch = MODELS[name]
+    torch.manual_seed(0)
+    folded, times = capture_call(make(), ((), make_batch()), Request(), True)
+    target = replace(target_of(mw.MeshShape.of(ranks), hardware), searched=True)
+    found = []
+    for strategy in strategies:
+        plan = plan_capture(folded, target, Request(strategy=strategy, alternatives=False), name, times)
+        found.append(Ready(strategy, folded.at(plan.recompute).whole, plan))
+    return found
+
+
+def run_all(name: str, ready: Sequence[Ready], rounds: int) -> dict[str, float]:
+    """Median measured seconds of a step by strategy; on every rank."""
+    make, make_batch = MODELS[name]
+    batch, modules, times = make_batch(), dict[str, Any](), dict[str, list[float]]()
+    for r in ready:
+        torch.manual_seed(0)
+        modules[r.strategy] = build(make(), r.capture, r.plan, init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizers = {s: torch.optim.SGD(list(pm.parameters()), lr=1e-4, foreach=True) for s, pm in modules.items()}
+    for number in range(rounds + 1):
+        for strategy, pm in modules.items():
+            optimizers[strategy].zero_grad(set_to_none=True)
+            dist.barrier()
+            began = time.perf_counter()
+            pm.step(batch)
+            dist.barrier()
+            if number:
+                times.setdefault(strategy, []).append(time.perf_counter() - began)
+            optimizers[strategy].step()
+    return {strategy: statistics.median(found) for strategy, found in times.items()}
+
+
+def measured_fields() -> dict[str, Any]:
+    """The measured record as JSON."""
+    return asdict(measured_hardware())
 
 
 def _told(hardware: Hardware) -> dict[str, float]:
@@ -146,36 +228,20 @@ def _told(hardware: Hardware) -> dict[str, float]:
     }
 
 
-def run_model(name: str, ranks: int, hardware: Hardware, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every strategy of one model: predicted and measured seconds of a step."""
-    make, make_batch = MODELS[name]
-    batch, modules, times = make_batch(), dict[str, Any](), dict[str, list[float]]()
-    for strategy in options.only or STRATEGIES:
-        torch.manual_seed(0)
-        modules[strategy] = mw.autoparallelize(
-            make(), (ranks,), batch, strategy=strategy, hardware=hardware, logical_mesh="search", alternatives=False
-        )
-    optimizers = {s: torch.optim.SGD(list(pm.parameters()), lr=1e-4, foreach=True) for s, pm in modules.items()}
-    for number in range(options.rounds + 1):
-        for strategy, pm in modules.items():
-            optimizers[strategy].zero_grad(set_to_none=True)
-            dist.barrier()
-            began = time.perf_counter()
-            pm.step(batch)
-            dist.barrier()
-            if number:
-                times.setdefault(strategy, []).append(time.perf_counter() - began)
-            optimizers[strategy].step()
+def run_model(name: str, hardware: Hardware, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Predicted and measured seconds of a step, by strategy."""
+    ready = planned(name, options.ranks, hardware, options.only or STRATEGIES)
+    measured = in_ranks(options.ranks, run_all, name, ready, options.rounds)
     return [
         {
             "model": name,
-            "strategy": strategy,
-            "predicted_s": pm.plan.predicted.step_time_s,
-            "measured_s": statistics.median(times[strategy]),
-            "mesh": list(pm.plan.mesh.sizes),
-            "stages": 1 if pm.plan.pipeline is None else pm.plan.pipeline.degree,
+            "strategy": r.strategy,
+            "predicted_s": r.plan.predicted.step_time_s,
+            "measured_s": measured[r.strategy],
+            "mesh": list(r.plan.mesh.sizes),
+            "stages": 1 if r.plan.pipeline is None else r.plan.pipeline.degree,
         }
-        for strategy, pm in modules.items()
+        for r in ready
     ]
 
 
@@ -203,17 +269,15 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="these strategies alone")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (options.ranks, folder, options), options.ranks)
-        with open(f"{folder}/found.json") as file:
-            found = json.load(file)
-    by_model = [[r for r in found["rows"] if r["model"] == name] for name in MODELS]
+    fields = in_ranks(options.ranks, measured_fields)
+    hardware = Hardware(Device(**fields["device"]), tuple(Link(**link) for link in fields["links"]), fields["source"])
+    by_model = [run_model(name, hardware, options) for name in MODELS]
     summaries = [summary(rows) for rows in by_model]
     if options.json:
-        print("\n".join(map(json.dumps, [found["hardware"], *found["rows"], *summaries])))
+        print("\n".join(map(json.dumps, [_told(hardware), *(r for rows in by_model for r in rows), *summaries])))
         return
     console = Console()
-    console.print("this machine, per rank: " + ", ".join(f"{k} {v:.3g}" for k, v in found["hardware"].items()))
+    console.print("this machine, per rank: " + ", ".join(f"{k} {v:.3g}" for k, v in _told(hardware).items()))
     for rows, told in zip(by_model, summaries, strict=True):
         regret = "-" if told["regret"] is None else f"{told['regret']:.2f}"
         table = Table(title=f"{told['model']}: Spearman {told['spearman']:.2f}, regret of auto {regret}, load {told['load']:.1f}")

@@ -12,6 +12,7 @@ from meshwright.passes.lower_stages import StageProgram
 from meshwright.passes.weights_apart import split_backward
 from meshwright.runtime.compile import compile_module, compile_program, compiled_later
 from meshwright.runtime.device import use_device_kernels
+from meshwright.runtime.fused_bias import fuse_biases
 from meshwright.runtime.inplace import reduce_in_place
 
 _SHORT = (torch.bfloat16, torch.float16)
@@ -51,7 +52,7 @@ def bind_stage(program: StageProgram, fake_mode: Any, device: torch.device, *, s
     """
     local = use_device_kernels(program.local, device)
     if not compile:
-        local = reduce_in_place(local)
+        local = reduce_in_place(fuse_biases(local))
     again = None if local.again is None else compiled_later(local.again, fake_mode) if compile else local.again.forward
     if local.backward is None or not splits:
         if compile:
