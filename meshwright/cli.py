@@ -175,6 +175,7 @@ def export(
     seq: Annotated[int, typer.Option(min=1, help="Sequence length that the plan is for.")] = 2048,
     weights: Annotated[Path | None, typer.Option(help="Safetensors to pack: a file, or a directory of Hugging Face's.")] = None,
     seed: Annotated[int, typer.Option(help="torch.manual_seed before the model is made: its initial weights.")] = 0,
+    format: Annotated[str, typer.Option(help="json; pt2 writes torch.export programs too, for other tools.")] = "json",
 ) -> None:
     """Write a planned model for mw.load, which needs no planner and no model source. Needs no ranks; holds the model in memory."""
     from meshwright.planner.ir.plan import Plan
@@ -191,7 +192,7 @@ def export(
         torch.manual_seed(seed)
         named = load_named(model, batch, seq, device="cpu")
         named.model.train(wanted.training)
-        export_plan(named.model, call_of(named.example_inputs), wanted, out, weights, phases)
+        export_plan(named.model, call_of(named.example_inputs), wanted, out, weights, format=format, progress=phases)
     typer.echo(
         f"{out}: {wanted.model or model} for {wanted.mesh.num_devices * (wanted.pipeline.degree if wanted.pipeline else 1)} ranks"
     )

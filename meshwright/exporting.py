@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from meshwright.runtime.checkpoint.catalogue import read_catalogue
 from meshwright.runtime.export.graphs import group_markers
 from meshwright.runtime.export.manifest import STATE, MeshRecord
 from meshwright.runtime.export.model_tree import model_record
+from meshwright.runtime.export.pt2 import FOLDER, check_format, pt2_groups, write_for_others
 from meshwright.runtime.export.structure import structure_of
 from meshwright.runtime.export.write import ProgramRecord, WrittenProgram, plain_graphs, write_files
 from meshwright.runtime.files import new_directory
@@ -35,7 +36,14 @@ from meshwright.runtime.tensor_files import Entry, write_tensors
 
 
 def export_plan(
-    model: nn.Module, call: Call, plan: Plan, path: Path, weights: Path | None = None, progress: Progress | None = None
+    model: nn.Module,
+    call: Call,
+    plan: Plan,
+    path: Path,
+    weights: Path | None = None,
+    *,
+    format: str = "json",
+    progress: Progress | None = None,
 ) -> Path:
     """Write what ``load`` runs, from a plan and a model in this process.
 
@@ -45,12 +53,14 @@ def export_plan(
         plan: the plan.
         path: a directory that is not there yet.
         weights: safetensors to pack instead of the model's own values: a file, or a directory as ``save_pretrained`` writes it.
+        format: as for a module's ``export``.
         progress: called with the name of each phase as it begins.
 
     Raises:
         InputError: the plan is for another model or batch, a tensor has no values, or ``path`` is there already.
         FormatError: ``weights`` are malformed.
     """
+    check_format(format)
     tell = progress or (lambda phase: None)
     without = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     if without:
@@ -65,12 +75,19 @@ def export_plan(
     constants = {i.value.name: capture.constants[i.name] for i in capture.graph.inputs_of("constant")}
     tell("lower")
     program = WrittenProgram(
-        ProgramRecord(interface, structure_of(capture.out_spec)), plan, constants, list(_all_graphs(capture, plan))
+        ProgramRecord(interface, structure_of(capture.out_spec)),
+        plan,
+        constants,
+        [[plain_graphs(p, ()) for p in ranks] for ranks in _all_programs(capture, plan, group_markers(plan.mesh.num_axes))],
     )
     mesh = _mesh(plan)
     with new_directory(path) as work:
         tell("write")
         _write_state(model, work / STATE, weights)
+        if format != "json":
+            ranks = itertools.chain(*_all_programs(capture, plan, pt2_groups(plan.mesh.num_axes)))
+            for rank, mine in enumerate(ranks):
+                write_for_others(mine, format, work / FOLDER / "0", f"rank-{rank}")
         buffers = {b.name: named[b.name] for b in record.buffers if not b.persistent and b.same_as is None}
         write_files(work, record, [program], buffers, mesh, mesh, ())
     return path
@@ -88,16 +105,15 @@ def _capture(model: nn.Module, call: Call, plan: Plan) -> Capture:
     )
 
 
-def _all_graphs(capture: Capture, plan: Plan) -> Any:
-    """For each place along the pipeline axis, every rank's graphs."""
-    sizes, groups = plan.mesh.sizes, group_markers(plan.mesh.num_axes)
-    coordinates: Sequence[tuple[int, ...]] = list(itertools.product(*map(range, sizes)))
+def _all_programs(capture: Capture, plan: Plan, groups: Sequence[str]) -> Iterator[list[Any]]:
+    """For each place along the pipeline axis, every rank's program."""
+    coordinates = list(itertools.product(*map(range, plan.mesh.sizes)))
     if plan.pipeline is None:
-        yield [plain_graphs(lower(capture, plan, at, groups), ()) for at in coordinates]
+        yield [lower(capture, plan, at, groups) for at in coordinates]
         return
     for place in range(plan.pipeline.degree):
         mine = plan.pipeline.stages_of(place)
-        yield [plain_graphs(lower_stages(capture, plan, at, groups, mine), ()) for at in coordinates]
+        yield [lower_stages(capture, plan, at, groups, mine) for at in coordinates]
 
 
 def _mesh(plan: Plan) -> MeshRecord:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
-from torch._inductor import standalone_compile
+from torch._inductor import aoti_compile_and_package, standalone_compile
 
 from meshwright.passes.program import LocalProgram
 
@@ -49,3 +50,8 @@ def compile_module(module: fx.GraphModule, fake_mode: Any) -> Runner:
     examples = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     with tracing(TracingContext(fake_mode)):
         return standalone_compile(module, examples, dynamic_shapes="from_example_inputs")
+
+
+def package(exported: Any, path: Path) -> None:
+    """Compile what ``torch.export`` made to an AOTInductor package."""
+    aoti_compile_and_package(exported, package_path=str(path))

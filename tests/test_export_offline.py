@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import meshwright as mw
 from meshwright.cli import app
-from meshwright.exporting import export_plan
+from meshwright.exporting import _all_programs, export_plan
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.recompute import Recompute
 from meshwright.planning import Request, capture_call
@@ -103,3 +103,33 @@ def test_the_command_line_writes_one(tmp_path, monkeypatch):
     assert first == second and abs(first - float(wanted.detach())) < 1e-6
     again = run(app, ["export", "plan.json", *args, "--out", "out"])
     assert again.exit_code != 0 and "there already" in str(again.exception)
+
+
+def test_programs_for_other_tools_compute_the_same(tmp_path):
+    given = trial("tied", (1,), "ddp")
+    export_plan(given.model, ((), given.case.batch()), given.plan, tmp_path / "out", format="pt2")
+    files = sorted(p.name for p in (tmp_path / "out" / "pt2" / "0").iterdir())
+    assert files == ["backward-rank-0.pt2", "forward-rank-0.pt2"]
+    (program,) = next(_all_programs(given.capture, given.plan, ("mw.0",)))
+    values = [n.meta["val"] for n in program.forward.graph.nodes if n.op == "placeholder"]
+    inputs = [torch.rand(v.shape) if v.is_floating_point() else torch.ones(v.shape, dtype=v.dtype) for v in values]
+    read = torch.export.load(tmp_path / "out" / "pt2" / "0" / "forward-rank-0.pt2")
+    assert (tmp_path / "out" / "pt2" / "0" / "forward-rank-0.pt2").stat().st_size < 100_000
+    for a, b in zip(read.graph_module(*inputs), program.forward(*inputs), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_package_that_would_deadlock_is_refused_with_the_reason(tmp_path):
+    given = trial("tied", (2,), "tp")
+    with pytest.raises(InputError, match="it deadlocks .*Compile at load instead"):
+        export_plan(given.model, ((), given.case.batch()), given.plan, tmp_path / "out", format="aoti")
+    with pytest.raises(InputError, match="format is 'onnx'"):
+        export_plan(given.model, ((), given.case.batch()), given.plan, tmp_path / "out", format="onnx")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_program_without_collectives_becomes_a_package(tmp_path):
+    given = trial("tied", (1,), "ddp")
+    export_plan(given.model, ((), given.case.batch()), given.plan, tmp_path / "out", format="aoti")
+    assert len(list((tmp_path / "out" / "pt2" / "0").glob("*.aoti.pt2"))) == 2

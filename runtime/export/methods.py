@@ -15,6 +15,7 @@ from meshwright.runtime.checkpoint.methods import Checkpointed
 from meshwright.runtime.export.graphs import group_markers
 from meshwright.runtime.export.manifest import STATE, MeshRecord
 from meshwright.runtime.export.model_tree import ModelRecord, united
+from meshwright.runtime.export.pt2 import FOLDER, check_format, pt2_groups, write_for_others
 from meshwright.runtime.export.structure import structure_of
 from meshwright.runtime.export.write import ProgramRecord, WrittenProgram, plain_graphs, write_files
 from meshwright.runtime.files import new_directory
@@ -53,6 +54,7 @@ class Exported(Checkpointed):
         inference: Sequence[Any] = (),
         optimizer: torch.optim.Optimizer | None = None,
         operators: Sequence[str] = (),
+        format: str = "json",
     ) -> Path:
         """Write this module so that :func:`meshwright.load` runs it without the planner and without the model's source. Collective.
 
@@ -65,11 +67,15 @@ class Exported(Checkpointed):
             optimizer: made from this module's parameters; its state is written as well.
             operators: operators of libraries of your own, ``"mylib.op.default"``, that the graphs may call; ``load`` must be told
                 too.
+            format: ``"pt2"`` writes every rank's graphs as ``torch.export`` programs besides, ``"aoti"`` as AOTInductor packages (for
+                programs without collectives: others would deadlock). They are for other tools: :func:`meshwright.load` never opens
+                them.
 
         Raises:
             InputError: ``path`` is there already, or something cannot be written.
             CheckpointError: the state could not be written.
         """
+        check_format(format)
         assert self.plan is not None  # a module that is planned at its first call says so
         group, final = self._checkpoint_group(), Path(path)
         for batch in inference:
@@ -83,10 +89,17 @@ class Exported(Checkpointed):
         everyone = group.to_first(mine)
         with contextlib.ExitStack() as stack:
             work = Path(group.from_first(lambda: str(stack.enter_context(new_directory(final)))))
+            if format != "json":
+                group.each_own(lambda: self._write_for_others(work, format, group.rank))
             self.save_checkpoint(work / STATE, optimizer, step=0)
             group.from_first(lambda: self._write(work, united(records), everyone, operators))
             group.from_first(lambda: stack.pop_all().close())
         return final
+
+    def _write_for_others(self, work: Path, kind: str, rank: int) -> None:
+        for k, source in enumerate(self._sources()):
+            program = source.lowered(pt2_groups(self._axes_inside()))
+            write_for_others(program, kind, work / FOLDER / str(k), f"rank-{rank}")
 
     def _write(self, work: Path, model: ModelRecord, everyone: Sequence[Any], operators: Sequence[str]) -> None:
         places, _ = self._places()
