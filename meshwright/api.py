@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright import collector
 from meshwright.debug import Progress
+from meshwright.first import FirstValues
 from meshwright.inputs import call_of, model_of
 from meshwright.lazy import LazyParallelModule, Maker
 from meshwright.planner.ir.errors import InputError
@@ -103,7 +104,7 @@ def plan(
 
 
 def autoparallelize(
-    model: torch.nn.Module,
+    model: torch.nn.Module | Callable[[], torch.nn.Module],
     mesh: DeviceMesh | MeshShape | tuple[int, ...],
     example_inputs: Any = None,
     *,
@@ -128,6 +129,7 @@ def autoparallelize(
     stages_per_rank: int | None = None,
     timeout_s: float | None = None,
     fold_capture: bool = True,
+    init: str = "replay",
 ) -> ParallelModule | PipelineModule:
     """Make the module that trains across ``mesh``. Call it on every rank, with the same arguments.
 
@@ -136,7 +138,8 @@ def autoparallelize(
     module that is trained with ``loss = pm.step(batch)``, which works for every plan.
 
     Args:
-        model: the module; every rank passes the same weights.
+        model: the module; every rank passes the same weights. Or a callable that makes it, for models that no rank should hold whole:
+            it is called on the meta device and ``init`` says where values come from.
         mesh: torch's ``DeviceMesh``, whose ranks the plan may arrange in other axes (``pm.device_mesh``); a tuple of sizes or a
             :class:`MeshShape` makes one over the first ranks of the world.
         example_inputs: as for :func:`plan`. None: plan at the first call, with that call's batch.
@@ -145,6 +148,9 @@ def autoparallelize(
         timeout_s: how long a rank waits for its neighbours in a step over pipeline stages before all end with a :class:`StepError`;
             it must cover the longest compilation and stall. Default: the process group's own timeout.
         batch: ``"global"``: every rank passes the whole batch; ``"local"``: its own piece, as ``plan.inputs`` says.
+        init: first values where ``model`` is a callable. ``"replay"``: those of ``model()`` in one process with the first rank's random
+            state, bit for bit; ``"sharded"``: drawn piece by piece, faster and other numbers, which the plan says; ``"none"``: a
+            checkpoint is loaded next.
         outputs: ``"auto"``: a loss comes as a plain tensor and what is beside it as DTensors; ``"full"``: all plain and whole.
         strategy, precision, hardware, memory_limit, recompute, optimizer, pins, on_missing_rule, degrees, logical_mesh,
             respect_axis_names, alternatives, micro_batches, schedule, stages_per_rank, fold_capture: as for :func:`plan`.
@@ -157,15 +163,22 @@ def autoparallelize(
     """
     one_of("batch", batch, BATCHES)
     one_of("outputs", outputs, OUTPUTS)
-    if not isinstance(model, torch.nn.Module):
-        raise InputError(f"model is {type(model).__name__}; it must be an nn.Module")
+    first = FirstValues.of(model, init)
+    if first is not None and example_inputs is None:
+        raise InputError(
+            "a callable that makes the model needs example_inputs: its values are drawn into the pieces that a plan says"
+        )
+    model = model_of(model)
     device_mesh = running_mesh(mesh)
     precision = precision if plan is None else plan.precision
     request = _asked(locals())
     target = replace(target_of(device_mesh, hardware), searched=isinstance(mesh, DeviceMesh))
     maker = Maker(device_mesh, target, request, plan, batch, outputs, compile, timeout_s)
     if example_inputs is not None:
-        return maker.make(model, call_of(example_inputs))
+        made = maker.make(model, call_of(example_inputs), notes=first.notes if first is not None else ())
+        if first is not None:
+            first.give(made)
+        return made
     if (plan is not None and plan.pipeline is not None) or (plan is None and request.in_stages(target) is not None):
         raise InputError("pipeline stages need example_inputs: which rank holds which parameter is known only with a plan")
     if batch == "local":

@@ -48,13 +48,14 @@ class Maker:
     compile: bool
     timeout_s: float | None = None
 
-    def make(self, model: nn.Module, call: Call) -> runtime.ParallelModule | PipelineModule:
-        """Plan for one call and build the module."""
+    def make(self, model: nn.Module, call: Call, notes: tuple[str, ...] = ()) -> runtime.ParallelModule | PipelineModule:
+        """Plan for one call and build the module; the plan also says ``notes``."""
         if self.plan is None:
             capture, plan = plan_on_ranks(model, call, self.mesh, self.target, self.request)
         else:
             plan = self.plan
             capture = self._capture_for(plan, model, call)
+        plan = replace(plan, notes=(*plan.notes, *notes)) if notes else plan
         replan = partial(self.replan, plan.mesh.sizes)
         return runtime.build(
             model,

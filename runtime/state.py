@@ -150,7 +150,7 @@ def load_state(module: nn.Module, given: Mapping[str, Any], strict: bool) -> Inc
     with torch.no_grad():
         for name, target in own.items():
             if name in given:
-                _copy(target, given[name])
+                copy_into(target, given[name])
     return IncompatibleKeys(missing, unexpected)
 
 
@@ -159,7 +159,7 @@ def some(names: list[str], limit: int = 5) -> str:
     return ", ".join(map(repr, names[:limit])) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
+def copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
     if not isinstance(target, DTensor):
         target.copy_(gather_whole(value) if isinstance(value, DTensor) else value)
         return

@@ -18,6 +18,7 @@ PRIVATE_TORCH = {
     "runtime/compile.py",
     "runtime/export/check.py",
     "runtime/mesh.py",
+    "runtime/tape.py",
     "tests/helpers/counting.py",
     "tests/helpers/live_bytes.py",
     "tests/helpers/threads.py",
