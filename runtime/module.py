@@ -300,6 +300,10 @@ def build(
     """
     _check_option("batch", batch, ("global", "local"))
     _check_option("outputs", outputs or "auto", ("auto", "full"))
+    if plan.one_controller and batch != "global":
+        raise InputError(
+            "one controller hands out the whole batch: strategy 'data_parallel' takes batch='global', use 'ddp' for pieces"
+        )
     if plan.pipeline is not None:
         return build_pipeline(model, capture, plan, device_mesh, batch=batch, compile=compile, timeout_s=timeout_s, replan=replan)
     check_mesh(device_mesh)

@@ -111,6 +111,19 @@ def test_one_controller_hands_out_batch_and_parameters():
         assert all(torch.allclose(state[n], t, rtol=1e-4, atol=1e-6) for n, t in model.state_dict().items())
 
 
+def _pieces(rank: int) -> str:
+    case = ALL["mlp"]
+    try:
+        mw.autoparallelize(case.model(), (2,), case.batch(), strategy="data_parallel", batch="local", alternatives=False)
+    except mw.InputError as e:
+        return str(e)
+    return "nothing was refused"
+
+
+def test_one_controller_takes_the_whole_batch_only():
+    assert all("takes batch='global'" in said for said in run_ranks(2, _pieces))
+
+
 def test_one_controller_is_slower_than_ddp_and_says_why():
     case, mesh = ALL["gpt2"], MeshShape.of(4)
     plans = {
