@@ -100,7 +100,8 @@ def plan(
         module = model_of(model)
         made_s = time.perf_counter() - started
         captured, times = capture_call(module, call_of(example_inputs), request, training, progress)
-        return plan_capture(captured, target, request, model_name(module), {"model_s": made_s, **times}, progress)
+        plan_s = {"model_s": made_s, **times}
+        return plan_capture(captured, target, request, model_name(module), plan_s, progress, stages_if_faster=True)
 
 
 def autoparallelize(

@@ -199,6 +199,11 @@ class LazyParallelModule(runtime.ParallelModule):
         """Plan and build for ``call``, move what was built into the objects that others hold, and turn into the built module."""
         self._bring_up_to_date()
         built = self._maker.make(self._source, call)
+        if not isinstance(built, runtime.ParallelModule):
+            raise InputError(
+                "this model fits these devices only in pipeline stages, and which rank then holds which parameter is known only with a "
+                "plan: pass example_inputs to autoparallelize, and train with pm.step(batch)"
+            )
         held = dict(self.named_parameters(remove_duplicate=False))
         for name, mine in self.named_parameters():
             torch.utils.swap_tensors(mine, built.get_parameter(name))

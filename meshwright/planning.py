@@ -30,6 +30,7 @@ from meshwright.planner.meshes import LogicalMesh, MeshRequest, finer, logical_m
 from meshwright.planner.one_controller import controlled
 from meshwright.planner.pipelined import PipelineRequest
 from meshwright.planner.repeat import Folded, capture_folded
+from meshwright.planner.solve.results import has_loss
 from meshwright.planner.solve.strategies import IN_STAGES, strategy_named
 from meshwright.planner.staging import Devices, StageSearch
 from meshwright.report.units import parse_bytes
@@ -37,6 +38,13 @@ from meshwright.target import Target
 
 PRECISIONS = (None, "bf16-mixed")
 ON_MISSING_RULE = ("replicate", "error")
+
+
+WORTH_STAGES = 0.02
+"""Stages are taken by themselves only where they make a step shorter by more than this part: they train with ``pm.step`` alone."""
+
+MOST_STAGES = 64
+"""Pipeline ranks that are looked at where nobody says how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,12 +226,17 @@ def plan_capture(
     model: str,
     times: Mapping[str, float],
     progress: debug.Progress | None = None,
+    *,
+    stages_if_faster: bool = False,
 ) -> Plan:
-    """Search a plan for a captured call: on the folded program where that says all, else on the whole one."""
+    """Search a plan for a captured call: on the folded program where that says all, else on the whole one.
+
+    Strategy ``auto`` takes pipeline stages where nothing else fits, and with ``stages_if_faster`` where they are clearly faster.
+    """
     tell = debug.watched(progress)
     stages = request.in_stages(target)
     if stages is None:
-        plan = _plan_whole(captured, target, request, model, tell)
+        plan = _plan_with_or_without_stages(captured, target, request, model, tell, stages_if_faster)
     else:
         plan = _plan_in_enough_stages(captured, target, request, stages, model, tell)
     if strategy_named(IN_STAGES.get(request.strategy, request.strategy)).one_controller:
@@ -235,6 +248,44 @@ def plan_capture(
     plan = replace(plan, solver=solver)
     debug.show_plan(plan)
     return plan
+
+
+def _plan_with_or_without_stages(
+    captured: Folded, target: Target, request: Request, model: str, tell: debug.Progress, stages_if_faster: bool
+) -> Plan:
+    """The plan of the whole program on all devices, or one in stages: where that alone fits, or is faster by more than a margin."""
+    degrees = _degrees_to_try(captured, target, request)
+    try:
+        plan = _plan_whole(captured, target, request, model, tell)
+    except InfeasibleError as e:
+        if not degrees or e.binding != "memory":
+            raise
+        try:
+            return _plan_in_stages(captured, target, request, PipelineRequest(degrees[0]), model, tell, degrees=degrees)
+        except (InfeasibleError, InputError) as in_stages:
+            e.add_note(f"in pipeline stages: {in_stages}")
+            raise e from None
+    if not stages_if_faster or not degrees:
+        return plan
+    bar_s = plan.predicted.step_time_s * (1 - WORTH_STAGES)
+    try:
+        staged = _search_in_stages(captured, target, request, PipelineRequest(degrees[0]), model, tell, degrees, bar_s)
+    except (InfeasibleError, InputError):
+        return plan
+    if staged is None:
+        return plan
+    note = f"without pipeline stages: {plan.predicted.step_time_s:.4g} s per step on mesh {plan.mesh}"
+    return replace(staged, notes=(*staged.notes, note), alternatives=plan.alternatives)
+
+
+def _degrees_to_try(captured: Folded, target: Target, request: Request) -> tuple[int, ...]:
+    """Numbers of pipeline ranks that strategy ``auto`` may look at; none where the user says where everything is."""
+    said = request.pins or request.degrees or request.respect_axis_names or request.logical_mesh not in (None, "search")
+    view = captured.whole_view
+    if request.strategy != "auto" or said or not target.searched or not view.outputs_of("gradient") or not has_loss(view):
+        return ()
+    devices, most = target.mesh.num_devices, min(MOST_STAGES, max(captured.num_parts, 2))
+    return tuple(n for n in range(2, most + 1) if devices % n == 0)
 
 
 def _plan_whole(captured: Folded, target: Target, request: Request, model: str, tell: debug.Progress) -> Plan:
@@ -280,11 +331,32 @@ def _usual_degrees(request: Request, inside: Target) -> Request:
 
 
 def _plan_in_stages(
-    captured: Folded, target: Target, request: Request, stages: PipelineRequest, model: str, tell: debug.Progress
+    captured: Folded,
+    target: Target,
+    request: Request,
+    stages: PipelineRequest,
+    model: str,
+    tell: debug.Progress,
+    degrees: Sequence[int] = (),
 ) -> Plan:
-    """The best plan in stages, on the folded program where that stands for the whole one."""
+    """The best plan in stages; ``degrees``: how many to look at, those of ``stages`` by default."""
+    plan = _search_in_stages(captured, target, request, stages, model, tell, degrees or (stages.degree,), math.inf)
+    assert plan is not None
+    return plan
+
+
+def _search_in_stages(
+    captured: Folded,
+    target: Target,
+    request: Request,
+    stages: PipelineRequest,
+    model: str,
+    tell: debug.Progress,
+    degrees: Sequence[int],
+    bar_s: float,
+) -> Plan | None:
+    """The best plan in stages, on the folded program where that stands for the whole one; None: none is faster than ``bar_s``."""
     options = replace(request.options(model, tell), alternatives=False)
-    degrees = (stages.degree,)
     tell("stages")
 
     def inside(degree: int) -> tuple[Sequence[LogicalMesh], Link]:
@@ -293,20 +365,18 @@ def _plan_in_stages(
         return logical_meshes(of_stage.topology, asked, search=of_stage.searched), link
 
     devices = Devices(target.mesh.num_devices, inside)
-    notes = captured.notes
-    if captured.repeats:
+    notes, plan, folds = captured.notes, None, bool(captured.repeats)
+    if folds:
         try:
-            plan = StageSearch(captured, devices, partial(_expanded, captured), options, stages, degrees).plan()
+            plan = StageSearch(captured, devices, partial(_expanded, captured), options, stages, degrees).plan(bar_s)
         except Unlike as e:
-            plan, notes = None, (*notes, f"planned whole: {e}")
-        if plan is not None:
-            plan = replace(plan, folded={**plan.folded, "captured": captured.summary()})
-    else:
-        plan = None
+            folds, notes = False, (*notes, f"planned whole: {e}")
+    if not folds:
+        plan = StageSearch(captured.unfolded, devices, partial(_as_it_is, captured), options, stages, degrees).plan(bar_s)
     if plan is None:
-        unfolded = partial(_as_it_is, captured)
-        plan = StageSearch(captured.unfolded, devices, unfolded, options, stages, degrees).plan()
-    assert plan is not None
+        return None
+    if folds:
+        plan = replace(plan, folded={**plan.folded, "captured": captured.summary()})
     strategy = request.strategy if request.strategy in IN_STAGES else plan.strategy
     return replace(plan, strategy=strategy, notes=(*plan.notes, *notes))
 

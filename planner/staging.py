@@ -23,12 +23,10 @@ from meshwright.planner.correspond import Unlike
 from meshwright.planner.ir.errors import InfeasibleError, InputError
 from meshwright.planner.ir.graph import OpGraph
 from meshwright.planner.ir.hardware import Link
-from meshwright.planner.ir.pipeline import check_schedule
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.recompute import LEVELS, Recompute
 from meshwright.planner.levels import Recomputable
 from meshwright.planner.meshes import LogicalMesh
-from meshwright.planner.micro import batch_length, time_specs
 from meshwright.planner.on_mesh import Found, OnMesh, Program
 from meshwright.planner.options import Clock, Options
 from meshwright.planner.pipelined import Lying, PipelineRequest, Uncut, too_large
@@ -36,12 +34,10 @@ from meshwright.planner.solve.segments import hidden_values
 from meshwright.planner.solve.strategies import strategy_named
 from meshwright.planner.spell import checked_plan
 from meshwright.planner.stage_chain import dealt
+from meshwright.planner.stage_choices import STAGES_PER_RANK, micro_batch_counts, schedules
 
-STAGES_PER_RANK = (1, 2, 3, 4)
-"""How many stages a rank may have where the user does not say."""
-
-MICRO_BATCHES_PER_RANK = (1, 2, 4, 8)
-"""Micro-batches that are tried, per rank along the pipeline axis."""
+FIRST_TRIED = 4
+"""The number of them that is tried first; others only for what is best with it."""
 
 THRIFT = (1.0, 1e4, 1e6)
 """Prices of memory at rest that are tried, relative to one that only breaks ties."""
@@ -49,9 +45,12 @@ THRIFT = (1.0, 1e4, 1e6)
 FINISHED = 6
 """Plans that are cut and simulated at most, and ``LOOKED_AT`` problems that are built at most. Counts, not times."""
 
-LOOKED_AT = 40
+LOOKED_AT = 48
 
 _UNLIMITED = 1 << 60
+_SMALL_KERNELS = 1.1
+"""Work over the least that kernels of the whole batch take, from which on larger micro-batches are tried too."""
+
 _LITTLE = 0.03
 """Part of a step that what is done once in it may take on all ranks together before it is tried otherwise."""
 
@@ -147,6 +146,7 @@ class StageSearch:
         self.name = strategy_named(options.strategy).name
         self._programs: dict[Recompute, Program] = {}
         self._cut_programs: dict[tuple[Recompute, int], Program] = {}
+        self._counts: dict[int, tuple[int, ...]] = {}
         self._heap: list[_Try] = []
         self._number = itertools.count()
         self._looked = 0
@@ -173,6 +173,7 @@ class StageSearch:
             done = self._work_on(item)
             if done is not None and done.fits and done.seconds < min(bar_s, best.seconds if best else math.inf):
                 best = done
+                self._other_counts(done.item)
         if best is not None:
             return self._told(best)
         if math.isfinite(bar_s):
@@ -187,10 +188,38 @@ class StageSearch:
         except InputError as e:
             self.refused = self.refused or e
             return
+        self._counts[degree] = counts
+        count = min(counts, key=lambda n: abs(n - FIRST_TRIED * degree))
+        level = self._least_level(degree, count)
         for where in meshes:
-            floor_s = self._program().floors.compute_s(where.mesh.sizes)
-            for count in counts:
-                self._push(floor_s, degree, count, where, link, self._first_recompute)
+            floor_s = self._program(level).floors.compute_s(where.mesh.sizes)
+            self._push(floor_s, degree, count, where, link, level)
+
+    def _least_level(self, degree: int, count: int) -> Recompute:
+        """The least recomputation with which the first rank could hold its micro-batches in flight if all were sharded evenly."""
+        if self.options.recompute is not None:
+            return self._first_recompute
+        devices = self.devices.count // degree
+        for level in LEVELS[:-1]:
+            program = self._program(Recompute(level))
+            graph, times = program.capture.graph, program.clusters.times
+            saved = sum(v.size_bytes * times(v.name) for v in graph.saved) / devices
+            if saved / count * min(1.0, count / degree) <= self._limit_bytes():
+                return Recompute(level)
+        return Recompute(LEVELS[-1])
+
+    def _limit_bytes(self) -> int:
+        meshes, _ = self.devices.inside(self.degrees[0])
+        return self.options.memory_limit(meshes[0].hardware)
+
+    def _other_counts(self, best: _Try) -> None:
+        """The best combination so far, in other numbers of micro-batches."""
+        floor_s = self._program().floors.compute_s(best.where.mesh.sizes)
+        for count in self._counts.pop(best.degree, ()):
+            if count != best.micro_batches:
+                assert best.found is not None, "a finished combination has been solved"
+                work_s = best.found.outcome.step_time_s if count > best.micro_batches else floor_s
+                self._push(work_s, best.degree, count, best.where, best.link, best.recompute, best.thrift)
 
     @property
     def _graph(self) -> OpGraph:
@@ -212,7 +241,7 @@ class StageSearch:
     def _push(
         self, work_s: float, degree: int, count: int, where: LogicalMesh, link: Link, recompute: Recompute, thrift: int = 0
     ) -> None:
-        seconds = work_s / degree * (1 + idle_share(degree, count, self.asked))
+        seconds = work_s / degree * (1 + self._idle(degree, count))
         heapq.heappush(self._heap, _Try(seconds, next(self._number), degree, count, where, link, recompute, thrift))
 
     def _work_on(self, item: _Try) -> _Finished | None:
@@ -225,9 +254,15 @@ class StageSearch:
             return self._finish(item)
         return None
 
+    def _idle(self, degree: int, micro_batches: int) -> float:
+        """Seconds that a pipeline idles per second of work, as far as several stages per rank can help it."""
+        each = self.asked.stages_per_rank or (1 if self.asked.schedule in ("naive", "gpipe", "1f1b") else 0)
+        each = each or max(1, min(STAGES_PER_RANK[-1], self.source.num_parts // degree))
+        return (degree - 1) / (micro_batches * each)
+
     def _again(self, item: _Try, work_s: float) -> None:
         """Back into the queue with a better estimate."""
-        item.seconds = max(item.seconds, work_s / item.degree * (1 + idle_share(item.degree, item.micro_batches, self.asked)))
+        item.seconds = max(item.seconds, work_s / item.degree * (1 + self._idle(item.degree, item.micro_batches)))
         heapq.heappush(self._heap, item)
 
     def _build(self, item: _Try) -> OnMesh:
@@ -248,6 +283,14 @@ class StageSearch:
             return
         if math.isfinite(work_s):
             self._again(item, work_s)
+        if work_s > _SMALL_KERNELS * item.on.floor_s:
+            self._fewer_micro_batches(item, item.on.floor_s)
+
+    def _fewer_micro_batches(self, item: _Try, work_s: float) -> None:
+        """The same with larger micro-batches, whose kernels are faster."""
+        smaller = [n for n in self._counts.get(item.degree, ()) if n < item.micro_batches]
+        if smaller:
+            self._push(work_s, item.degree, max(smaller), item.where, item.link, item.recompute, item.thrift)
 
     def _solve(self, item: _Try) -> None:
         assert item.on is not None
@@ -432,69 +475,3 @@ def _best(found: Sequence[_Finished]) -> _Finished | None:
     for f in fitting[1:]:
         best = f if f.seconds < best.seconds * (1 - _SIMPLER) else best
     return best
-
-
-def idle_share(degree: int, micro_batches: int, asked: PipelineRequest) -> float:
-    """Seconds that a pipeline idles per second of work, as far as schedules with a few stages per rank can help it."""
-    each = asked.stages_per_rank or (1 if asked.schedule in ("naive", "gpipe", "1f1b") else 2)
-    return (degree - 1) / (micro_batches * each)
-
-
-def schedules(degree: int, micro_batches: int, asked: PipelineRequest) -> Iterator[tuple[str, int]]:
-    """The schedules that can run so, with stages per rank; the simplest first.
-
-    Raises:
-        InputError: the schedule that is asked for cannot.
-    """
-    if asked.schedule is not None:
-        default = (2,) if asked.schedule in ("interleaved_1f1b", "zero_bubble", "zbv") else (1,)
-        eaches = (asked.stages_per_rank,) if asked.stages_per_rank else default
-        for each in eaches:
-            check_schedule(asked.schedule, degree, degree * each, micro_batches)
-            yield asked.schedule, each
-        return
-    names = ("naive",) if micro_batches == 1 and degree > 1 else ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "zbv")
-    for name in names:
-        for each in (asked.stages_per_rank,) if asked.stages_per_rank else STAGES_PER_RANK:
-            if (name, each) in (("interleaved_1f1b", 1), ("gpipe", 1)) and micro_batches >= degree:
-                continue
-            try:
-                check_schedule(name, degree, degree * each, micro_batches)
-            except InputError:
-                continue
-            yield name, each
-
-
-def micro_batch_counts(graph: OpGraph, degree: int, asked: PipelineRequest, devices: int) -> tuple[int, ...]:
-    """The numbers of micro-batches to try.
-
-    Args:
-        graph: the program.
-        degree: ranks along the pipeline axis.
-        asked: what is fixed.
-        devices: of a stage: counts whose micro-batches all of them can share come first.
-
-    Raises:
-        InputError: the number that is asked for does not divide the batch, or changes what the model computes.
-    """
-    if asked.micro_batches is not None:
-        time_specs(graph, asked.micro_batches)
-        return (asked.micro_batches,)
-    if asked.schedule == "naive":
-        return (1,)
-    batch = batch_length(graph)
-    divisors = [n for n in range(1, max(MICRO_BATCHES_PER_RANK) * degree + 1) if batch % n == 0]
-    try:
-        time_specs(graph, divisors[-1])
-    except InputError:
-        return (1,)
-    found = [max(n for n in divisors if n <= each * degree) for each in MICRO_BATCHES_PER_RANK]
-    kept = [n for n in dict.fromkeys(found) if _runs(degree, n, asked)]
-    return tuple(reversed(kept)) or (1,)
-
-
-def _runs(degree: int, micro_batches: int, asked: PipelineRequest) -> bool:
-    try:
-        return any(True for _ in schedules(degree, micro_batches, asked))
-    except InputError:
-        return False
