@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 
 import meshwright as mw
+from meshwright.runtime.checkpoint import storage
 from meshwright.runtime.checkpoint.catalogue import read_catalogue, with_check
 from meshwright.runtime.checkpoint.contents import Held
 from meshwright.runtime.checkpoint.load import extra_of, random_state, restoring, step_of, wanted_of
@@ -291,6 +293,37 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank_and_nothing_cha
         "parts": "rank-00001.safetensors is damaged",
     }.items():
         assert text in first[name][1]
+
+
+def _disk_full(*args: Any, **kwargs: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def _fail_to_save(rank: int, folder: Path) -> list[str]:
+    pm = start(NAME, planned(NAME, (2,), "zero3"))
+    pm.save_checkpoint(folder, step=1)
+    found = []
+    with patch.object(storage, "write_tensors", _disk_full if rank == 1 else storage.write_tensors):
+        for asynchronous in (False, True):
+            with pytest.raises(mw.CheckpointError) as caught:
+                pm.save_checkpoint(folder, step=2, asynchronous=asynchronous).wait()
+            found.append(str(caught.value))
+        pm.save_checkpoint(folder, step=2, asynchronous=True)
+        with pytest.raises(mw.CheckpointError) as caught:
+            pm.wait_for_checkpoint()
+        found.append(str(caught.value))
+    pm.wait_for_checkpoint()
+    assert sorted(p.name for p in folder.iterdir()) == [".lock", "latest", "step-00000001"]
+    assert pm.load_checkpoint(folder).step == 1
+    pm.save_checkpoint(folder, step=2, asynchronous=True)
+    assert pm.load_checkpoint(folder).step == 2  # waits for what is still being written
+    return found
+
+
+def test_a_full_disk_of_one_rank_is_an_error_on_all_and_older_checkpoints_stay(tmp_path: Path):
+    first, second = run_ranks(2, _fail_to_save, tmp_path / "run")
+    assert first == second and len(first) == 3
+    assert all("rank 1 failed: OSError: [Errno 28] No space left on device" in text and "\n" not in text for text in first)
 
 
 # --- plain safetensors --------------------------------------------------------------------------------------------

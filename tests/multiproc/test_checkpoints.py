@@ -86,10 +86,14 @@ def _check(found: list[list[list[float]]], wanted: list[float]) -> None:
         assert losses == pytest.approx(wanted, rel=1e-5)
 
 
-ELSEWHERE = {"2 zero1": ((2,), "zero1"), "1": ((1,), "ddp"), "2x2 auto": ((2, 2), "auto")}
+ELSEWHERE = [
+    pytest.param((2,), "zero1", id="2 zero1"),
+    pytest.param((1,), "ddp", id="1"),
+    pytest.param((2, 2), "auto", id="2x2 auto", marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize(("sizes", "strategy"), ELSEWHERE.values(), ids=ELSEWHERE)
+@pytest.mark.parametrize(("sizes", "strategy"), ELSEWHERE)
 def test_training_goes_on_with_the_same_losses_on_other_ranks(saved, sizes: tuple[int, ...], strategy: str):
     folder, wanted = saved
     ranks = torch.Size(sizes).numel()
