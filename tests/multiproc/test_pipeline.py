@@ -15,6 +15,7 @@ from tests.helpers.models import ALL
 from tests.helpers.pipelines import start, trial, try_all
 from tests.helpers.prepared import captured, planned, reference
 from tests.helpers.ranks import run_ranks
+from tests.helpers.strategies import strategy_trial, try_all as try_strategies
 
 ALL_SCHEDULES = (("naive", 1), ("gpipe", 2), ("1f1b", 4), ("interleaved_1f1b", 4), ("zero_bubble", 4), ("zbv", 4))
 COUNTS = (
@@ -115,6 +116,13 @@ def test_named_strategies_cut_the_model_over_all_ranks(strategy, allowed):
     loss, schedule, micro_batches = first
     assert first == second and loss == f"{float(reference('mlp').loss):.6f}"
     assert micro_batches in allowed and (schedule == "naive") == (micro_batches == 1)
+
+
+def test_a_pipeline_with_everything_searched_trains_as_one_process():
+    trials = [strategy_trial(name, "auto", 4, {"pp": 2}) for name in ("gpt2", "llama_tied")]
+    assert all(t.plan.pipeline is not None and t.plan.pipeline.micro_batches > 1 for t in trials)
+    for found in run_ranks(4, try_strategies, trials, timeout=300):
+        assert found == {t.label: [] for t in trials}
 
 
 def _one_loop(rank: int, plan: Any) -> list[float]:
