@@ -213,8 +213,8 @@ class ParallelModule(Exported):
         with self._evaluating():
             self._library.find(self._demand(leaves, self._tree.parameters()), leaves, (args, kwargs))
 
-    def _places(self) -> tuple[int, int]:
-        return 1, 0
+    def _num_places(self) -> int:
+        return 1
 
     def _axes_inside(self) -> int:
         return self.device_mesh.ndim

@@ -227,8 +227,8 @@ class PipelineModule(Exported):
         with self._evaluating():
             self._program_for(self._binder.leaves(args, kwargs), (args, kwargs), training=False)
 
-    def _places(self) -> tuple[int, int]:
-        return self._mesh.degree, self._mesh.rank
+    def _num_places(self) -> int:
+        return self._mesh.degree
 
     def _axes_inside(self) -> int:
         return self.stage_mesh.ndim

@@ -29,8 +29,6 @@ QUICK = [
     ("mlp", (2,), "ddp"),
     ("gpt2_dropout", (2,), "zero1"),
     ("bert", (2, 2), "tp"),
-    ("t5", (2, 2), "tp"),
-    ("cnn", (2,), "zero3"),
 ]
 
 

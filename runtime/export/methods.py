@@ -39,8 +39,8 @@ class Exported(Checkpointed):
         """Make the program for a batch in evaluation mode, without a gradient; collective."""
         raise NotImplementedError
 
-    def _places(self) -> tuple[int, int]:
-        """Number of ranks along the pipeline axis (1 without stages), and this rank's coordinate along it."""
+    def _num_places(self) -> int:
+        """Number of ranks along the pipeline axis; 1 without stages."""
         raise NotImplementedError
 
     def _axes_inside(self) -> int:
@@ -76,7 +76,7 @@ class Exported(Checkpointed):
             CheckpointError: the state could not be written.
         """
         check_format(format)
-        assert self.plan is not None  # a module that is planned at its first call says so
+        _ = self.plan  # a module that is planned at its first call says so
         group, final = self._checkpoint_group(), Path(path)
         for batch in inference:
             self._prepare(batch)
@@ -102,7 +102,7 @@ class Exported(Checkpointed):
             write_for_others(program, kind, work / FOLDER / str(k), f"rank-{rank}")
 
     def _write(self, work: Path, model: ModelRecord, everyone: Sequence[Any], operators: Sequence[str]) -> None:
-        places, _ = self._places()
+        places = self._num_places()
         each = len(everyone) // places  # ranks of the group are in ascending order, and so are those of the mesh
         programs = [
             WrittenProgram(
