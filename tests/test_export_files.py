@@ -129,6 +129,15 @@ HOSTILE: dict[str, tuple[Change, str]] = {
         raw("constants.safetensors", lambda b: b"\xff" * 64, sign=True),
         "cut off or no safetensors",
     ),
+    "weights that are elsewhere, signed": (raw("state/latest", lambda b: b"../../../../etc", sign=True), "."),
+    "weights' index with a path upwards, signed": (
+        lambda e: edit(e, "state/step-00000000/manifest.json", lambda d: {**d, "files": {"../x": [1, "00"]}}),
+        ".",
+    ),
+    "weights beside the others": (
+        lambda e: shutil.copy(e / shard(e), (e / shard(e)).with_name("more.safetensors")),
+        "is not in the manifest",
+    ),
     "state's index gone": (lambda e: shutil.rmtree(e / "state"), "is missing"),
     # another version, world or torch
     "another format": (in_manifest(format="pickle"), "is of format 'pickle'"),

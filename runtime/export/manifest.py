@@ -172,11 +172,16 @@ def _check_paths(manifest: Manifest, where: Path) -> None:
 
 
 def verify_files(folder: Path, files: Iterable[FileHead]) -> None:
-    """Compare files with their lengths and SHA-256.
+    """Compare files with their lengths and SHA-256; the state has no others, for whoever reads it takes what is there.
 
     Raises:
-        FormatError: one is missing, a link, or differs.
+        FormatError: one is missing, a link, too many, or differs.
     """
+    files = tuple(files)
+    listed = {folder / head.path for head in files}
+    for path in (folder / STATE).rglob("*") if (folder / STATE).is_dir() else ():
+        if not path.is_dir() and not path.name.startswith(".") and path not in listed:
+            raise FormatError(f"{path} is not in the manifest: copy the whole export again")
     for head in files:
         path = folder / head.path
         inside = [folder / p for p in Path(head.path).parents[:-1]]
