@@ -6,8 +6,8 @@ Everything in a table is priced by the same cost model, for the same model, batc
 degrees, scaled to the row's number of devices by data parallelism: on ``dp`` the batch is sharded, parameters are used whole and
 rest sharded or not (DDP or ZeRO, each parameter as is best); on ``cp`` the sequence is; on ``tp`` parameters are used as they
 rest, the sequence sharded between as is best. Whatever is not said by that is chosen as well as it can be, so a configuration is
-never worse here than as published. Pipeline stages are not searched yet and experts not sharded as such: both are left out, which
-the table says.
+never worse here than as published. Pipeline stages of published configurations are
+left out (``auto`` may have some), and experts are not sharded as such, which the table says.
 ``auto/this`` is the ratio that should be at most 1 wherever the other fits the memory.
 """
 
