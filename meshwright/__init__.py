@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from meshwright.planner.ir.spec import Row as Row
     from meshwright.runtime.checkpoint.plain import to_safetensors as to_safetensors
     from meshwright.runtime.export.load import load as load
+    from meshwright.verifying import Verified as Verified, verify as verify
 
 __version__ = "0.1.0"
 
@@ -50,6 +51,8 @@ _HOME = {
     "load": "meshwright.runtime.export.load",
     "memory": "meshwright.calculator",
     "rule": "meshwright.custom",
+    "verify": "meshwright.verifying",
+    "Verified": "meshwright.verifying",
     "to_safetensors": "meshwright.runtime.checkpoint.plain",
     "Cluster": "meshwright.planner.ir.mesh",
     "MeshShape": "meshwright.planner.ir.mesh",

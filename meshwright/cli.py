@@ -198,6 +198,33 @@ def export(
     )
 
 
+@app.command()
+def verify(
+    plan: Annotated[Path, typer.Argument(help="A plan file, as plan --out writes it.")],
+    model: Annotated[str, typer.Argument(help="A Hugging Face config.json (or its directory), or package.module:factory.")],
+    batch: Annotated[int | None, typer.Option(min=1, help="Global batch size; as in the plan.")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="Sequence length; as in the plan.")] = None,
+) -> None:
+    """Check a plan without its cluster: run on small pieces what it shards. Exit code 1: the plan is wrong, and why."""
+    from meshwright.planner.ir.errors import VerifyError
+    from meshwright.planner.ir.plan import Plan
+
+    with _Phases(Console(stderr=True)) as phases, collector.paused():
+        phases("load")
+        from meshwright.models import load_named
+        from meshwright.verifying import batch_of, verify as check
+
+        wanted = Plan.load(plan)
+        planned = batch_of(wanted)
+        named = load_named(model, batch or planned[0], seq or planned[1])
+        try:
+            found = check(wanted, named.model, named.example_inputs, progress=phases)
+        except VerifyError as e:
+            print(f"meshwright: {_one_line(e)}", file=sys.stderr)
+            raise typer.Exit(1) from None
+    typer.echo(found)
+
+
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
     script: Annotated[str, typer.Argument(help="The script that every rank runs.")],
@@ -272,6 +299,9 @@ def main() -> None:
     except MeshwrightError as e:
         if _debug:
             raise
-        lines = [str(e), *getattr(e, "__notes__", [])]
-        print("meshwright: " + "; ".join(" ".join(line.split()) for line in lines), file=sys.stderr)
+        print(f"meshwright: {_one_line(e)}", file=sys.stderr)
         sys.exit(2)
+
+
+def _one_line(e: Exception) -> str:
+    return "; ".join(" ".join(line.split()) for line in (str(e), *getattr(e, "__notes__", [])))

@@ -68,7 +68,7 @@ def export_plan(
             f"{without[0]} and {len(without) - 1} other tensors of the model have no values: make it on a real device"
         )
     tell("capture")
-    capture = _capture(model, call, plan)
+    capture = capture_for(model, call, plan)
     interface = interface_of(capture, plan, CallBinder(model.forward), tuple(m.training for m in model.modules()))
     record = model_record(model, class_name(model), CallBinder(model.forward).signature)
     named = dict(model.named_buffers())
@@ -93,7 +93,12 @@ def export_plan(
     return path
 
 
-def _capture(model: nn.Module, call: Call, plan: Plan) -> Capture:
+def capture_for(model: nn.Module, call: Call, plan: Plan) -> Capture:
+    """The whole program that ``plan`` is for.
+
+    Raises:
+        InputError: it is for another.
+    """
     for fold in (True, False):  # the plan may be for a capture without folding
         folded, _ = capture_call(model, call, Request(precision=plan.precision, fold_capture=fold), plan.training)
         found = program_for(plan, folded)
