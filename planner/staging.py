@@ -43,7 +43,7 @@ THRIFT = (1.0, 1e4, 1e6)
 """Prices of memory at rest that are tried, relative to one that only breaks ties."""
 
 FINISHED = 6
-"""Plans that are cut and simulated at most, and ``LOOKED_AT`` problems that are built at most. Counts, not times."""
+"""Plans that are cut and simulated at most, and ``LOOKED_AT`` problems that are built at most once one is. Counts, not times."""
 
 LOOKED_AT = 48
 
@@ -165,7 +165,7 @@ class StageSearch:
         for degree in self.degrees:
             self._start(degree)
         best: _Finished | None = None
-        while self._heap and len(self.finished) < FINISHED and self._looked < LOOKED_AT:
+        while self._heap and len(self.finished) < FINISHED and (self._looked < LOOKED_AT or not self.finished):
             item = heapq.heappop(self._heap)
             enough = (bar_s if best is None else best.seconds) * (1 - self.options.effort.gap)
             if item.seconds >= enough:
