@@ -212,15 +212,14 @@ class OnMesh:
         rows: per cluster, the only rows that it may take over any axis; None for all. Bounds then hold for those alone.
         costs: seconds on it.
         unlimited: what the last solution under the limit showed of the problem without one.
-        points: ops at which the solver looks at memory, beside the points that it looks at by itself.
-        held_back_bytes: what plans here have to leave of the limit for memory that the solver still does not see.
+        points: ops at which the solver looks at memory, beside the points that it looks at by itself, with the bytes held there that it
+            does not see.
     """
 
     def __init__(self, program: Program, where: LogicalMesh, rows: Sequence[frozenset[Edges]] | None = None):
         self.program, self.where, self.rows = program, where, rows
         self.unlimited = Unlimited()
-        self.points: list[str] = []
-        self.held_back_bytes = 0
+        self.points: dict[str, int] = {}
         self.costs = _costs(program, where)
         self._built: dict[tuple[bool, ...], Tables] = {}
 
@@ -291,7 +290,7 @@ class OnMesh:
     @property
     def _limit_bytes(self) -> int:
         """What the solver may use."""
-        return int((self.program.limit_bytes - self.held_back_bytes) * (1 - ROW_MARGIN))
+        return int(self.program.limit_bytes * (1 - ROW_MARGIN))
 
     def outline_s(self, name: str, beat_s: float) -> float:
         """A better lower bound of a strategy's plans than :attr:`floor_s`, from the repeated block alone; infinite where nothing
@@ -399,7 +398,7 @@ class OnMesh:
             notes = whole.notes + replicated_under(tables, whole, solution.chosen, name)
             return Found(self, tables, solution, outcome, objective, min(objective, solution.bound_s), notes)
 
-    def seen_bytes(self, found: Found, points: Sequence[str]) -> int:
+    def seen_bytes(self, found: Found, points: Mapping[str, int]) -> int:
         """Memory of a plan as the solver would count it if it looked at some points."""
         return sum(memory_of(with_points(found.tables, found.tables.problem, points), found.solution.chosen).values())
 

@@ -18,8 +18,8 @@ from meshwright.planner.solve.optimise import Effort, Excluded
 _NOTHING_FITS = float("inf")
 # Bounds further above the lowest than this part of it are not made any tighter: such meshes are looked at last.
 _CLOSE = 0.03
-# How often the solver is shown memory that it did not see, and how much more than was missing is held back.
-_TIGHTENINGS, _SAFELY = 5, 1.01
+# How often the solver is shown memory that it did not see, and how much more than that.
+_TIGHTENINGS, _SAFELY = 6, 1.01
 # How many of the finer meshes are solved, and what is said of them.
 _REFINED = 2
 _FEW_ROWS = "tried with the rows of the plans above alone"
@@ -46,7 +46,7 @@ class Race:
     best: Found | None = None
     tried: list[tuple[OnMesh, MeshTried]] = field(default_factory=list)
     refused: InputError | None = None
-    _points: list[str] = field(default_factory=list)
+    _points: dict[str, None] = field(default_factory=dict)
 
     def run(self, meshes: Sequence[OnMesh]) -> Race:
         """Look at every mesh."""
@@ -116,18 +116,13 @@ class Race:
     def _solve(self, on: OnMesh) -> Found | Excluded | None:
         """The best plan on a mesh that fits; None where none was found.
 
-        The solver sees memory at few points: where a plan turns out larger than the limit, the point of its peak becomes one more, and
-        what the solver even so does not see of it is held back; half of that where nothing fits then, as another plan may have less
-        unseen. The bound stays that of all plans within the memory that the solver sees.
+        The solver sees memory at few points: where a plan turns out larger than the limit, the point of its peak becomes one more,
+        with what the solver even so does not see of the plan there. The bound stays that of all plans within the memory that the
+        solver sees at first.
         """
-        bound_s, too_little, too_much = math.inf, 0, math.inf
+        bound_s, on.points = math.inf, dict.fromkeys(self._points, 0)
         for _ in range(_TIGHTENINGS):
-            on.points = [*self._points]
             found = on.solve(self.name, effort=self.effort, beat_s=self.beat_s)
-            if found is None and on.held_back_bytes > too_little:
-                too_much = on.held_back_bytes
-                on.held_back_bytes = (too_little + too_much) // 2
-                continue
             if found is None or self.peak_of is None:
                 return found
             bound_s = min(bound_s, found.bound_s)
@@ -136,10 +131,10 @@ class Race:
             (peak, at), limit = self.peak_of(found), on.program.limit_bytes
             if peak <= limit:
                 return replace(found, bound_s=bound_s)
-            self._points = list(dict.fromkeys((*self._points, at)))
-            unseen = int(_SAFELY * (peak - on.seen_bytes(found, self._points))) + 1
-            too_little = on.held_back_bytes
-            on.held_back_bytes = int(min(max(too_little, unseen), (too_little + too_much) / 2))
+            self._points[at] = None
+            known = on.points.get(at)
+            unseen = peak - on.seen_bytes(found, {**on.points, at: 0}) if known is None else known + peak - limit
+            on.points[at] = int(_SAFELY * max(0, unseen))
         return None
 
     def _take(self, on: OnMesh, found: Found | Excluded | None) -> None:

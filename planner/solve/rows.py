@@ -9,7 +9,7 @@ point of its peak becomes one more (:func:`with_points`), with the copies that a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -250,7 +250,7 @@ def _piece_sizes(value: Value, placements: Sequence[Placements], sizes: tuple[in
     )
 
 
-def with_points(tables: PointTables, problem: Problem, ops: Iterable[str]) -> Problem:
+def with_points(tables: PointTables, problem: Problem, ops: Mapping[str, int]) -> Problem:
     """``problem`` with what is held while some ops run: values, and the copies of activations that those ops' clusters read.
 
     A copy counts as far as it is larger than what it is made from, so that no plan that fits is lost.
@@ -258,14 +258,21 @@ def with_points(tables: PointTables, problem: Problem, ops: Iterable[str]) -> Pr
     Args:
         tables: what the problem was built from.
         problem: it, or what it became.
-        ops: names of ops.
+        ops: names of ops, with the bytes that are held there whatever is chosen.
     """
-    terms = [_term(_held_at(tables, point, op)) for op in ops for point, at in enumerate(tables.points.line.names) if at == op]
+    found = [(point, op, more) for op, more in ops.items() for point, at in enumerate(tables.points.line.names) if at == op]
+    terms = [_with_constant(_term(_held_at(tables, point, op)), more) for point, op, more in found]
+    terms = [t for t in terms if t]
     if not terms:
         return problem
     others = [p for p in problem.peaks if p.category != ELSEWHERE]
     known = [t for p in problem.peaks if p.category == ELSEWHERE for t in p.terms]
     return replace(problem, peaks=(*others, Peak(ELSEWHERE, 1.0, (*known, *terms))))
+
+
+def _with_constant(term: Term, size: int) -> Term:
+    """The term with bytes that do not depend on the choice."""
+    return tuple((g, b + size if k == 0 else b) for k, (g, b) in enumerate(term))
 
 
 def _held_at(tables: PointTables, point: int, op: str) -> dict[int, np.ndarray]:
