@@ -297,6 +297,10 @@ class StageSearch:
         item.found = item.on.solve_priced(self.name, THRIFT[item.thrift], self.options.effort)
         if item.found is not None:
             self._again(item, item.found.outcome.step_time_s)
+        elif (
+            self.name != "auto"
+        ):  # the devices of a stage may not be able to share such small micro-batches as the strategy demands
+            self._fewer_micro_batches(item, item.on.floor_s)
 
     # --- stages ---
 

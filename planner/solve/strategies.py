@@ -231,6 +231,7 @@ def restrict(tables: Tables, rules: Sequence[AxisRule], name: str) -> Restrictio
     work.batch()
     work.rest()
     work.use()
+    work.scatter()
     work.compute()
     work.sequence()
     return Restriction(work.allowed, work.arcs, work.avoid, tuple(work.notes))
@@ -355,6 +356,42 @@ class _Work:
                 self.arcs[index] = np.array(
                     [not (axis in in_place and kind in _GATHERS) for axis, kind, _ in network.arcs], dtype=bool
                 )
+
+    def scatter(self) -> None:
+        """Where parameters rest sharded by demand, their gradients are scattered, not reduced whole and then cut: under micro-batches the
+        whole sums would be held for the step."""
+        axes = self._axes("rest", "sharded")
+        late = self._late_choices() if axes else set[int]()
+        parameters = set(self.tables.sources("parameter"))
+        for index, flow in enumerate(self.tables.problem.flows):
+            network = self.tables.networks[index]
+            if not axes or flow.supply in parameters or not all(d.choice in late for d in flow.demands):
+                continue
+            taken = [d.choice for d in flow.demands if d.choice in parameters]
+            forbidden = {a for a in axes if (a, "reduce_scatter") in {(axis, kind) for axis, kind, _ in network.arcs}}
+            forbidden = {a for a in forbidden if all(self._always_sharded(choice, a) for choice in taken if choice is not None)}
+            mask = np.array([not (axis in forbidden and kind == "all_reduce") for axis, kind, _ in network.arcs], dtype=bool)
+            self.arcs[index] = self.arcs[index] & mask if index in self.arcs else mask
+
+    def _always_sharded(self, choice: int, axis: int) -> bool:
+        """Whether every candidate left to a parameter cuts it over an axis."""
+        candidates = self.tables.candidates[choice]
+        allowed = self.allowed.get(choice, np.ones(len(candidates), dtype=bool))
+        return all(_rest(c)[axis].is_shard for c, ok in zip(candidates, allowed, strict=True) if ok)
+
+    def _late_choices(self) -> set[int]:
+        """Parameters, and what leads to their gradients alone."""
+        late = set(self.tables.sources("parameter"))
+        flows = [f for f in self.tables.problem.flows if f.supply not in late]
+        readers: dict[int, set[int | None]] = {}
+        for flow in flows:
+            readers.setdefault(flow.supply, set()).update(d.choice for d in flow.demands)
+        grown = True
+        while grown:
+            more = {c for c, read in readers.items() if c not in late and read and all(r in late for r in read)}
+            late |= more
+            grown = bool(more)
+        return late
 
     def _made_whole(self, index: int) -> frozenset[Placement]:
         """Placements that the parameter of a flow is made in without being cut."""

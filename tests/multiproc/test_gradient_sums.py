@@ -13,7 +13,7 @@ from meshwright.passes.verify import KINDS
 from meshwright.planner.ir.pipeline import Pipeline
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.micro import time_specs
-from meshwright.planner.stage_memory import fullest_rank
+from meshwright.planner.stage_memory import rank_memory
 from tests.helpers.counting import CountCollectives
 from tests.helpers.equality import RTOL, Trial, compare
 from tests.helpers.models import ALL, loss_of
@@ -101,7 +101,7 @@ def test_the_whole_sums_of_zero1_are_counted():
     case = ALL["transformer"]
     pieces, whole = (plan_of(case.name, "zero1", 4, whole=w) for w in (False, True))
     graph = captured(case.name).graph
-    more = fullest_rank(whole, graph, [0])["gradients"] - fullest_rank(pieces, graph, [0])["gradients"]
+    more = rank_memory(whole, graph, [0], [{}])[0]["gradients"] - rank_memory(pieces, graph, [0], [{}])[0]["gradients"]
     assert more == pytest.approx(sum(p.numel() * 4 for p in case.model().parameters()), rel=0.02)
 
 
