@@ -6,7 +6,9 @@ Three checks, each of which names what is wrong:
 2. every op that it shards gives, on the pieces of a small mesh, what the whole op gives; an op is made small first
    (:mod:`~meshwright.small_ops`), and equal ops with equal placements are run once, so that neither the size nor the depth of a
    model costs anything;
-3. an op that cannot be made small is sharded by its rule.
+3. an op that cannot be made small is sharded by its rule;
+4. where a small model of the same structure is known (Hugging Face's, or one that is passed), the plan is carried over to it, and loss,
+   outputs and every gradient of all simulated ranks are compared with one process (:mod:`~meshwright.scaled`).
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from meshwright.planner.ir.spec import Row
 from meshwright.planner.ir.verify import verify_plan
 from meshwright.planner.rules import rows_for
 from meshwright.planner.rules.registry import replicated as whole_row, signature
+from meshwright.scaled import run_small, small_model
 from meshwright.small_ops import shrink, small_mesh
 
 
@@ -46,6 +49,8 @@ class Verified:
         replicated: those that every rank runs whole: nothing to run.
         run: those that were run on pieces; ``cases`` how many different ones.
         by_rule: overload name to number of ops that were not run on pieces but are sharded as their rule says.
+        results: losses, outputs, gradients and buffers of the small model that all ranks together gave as one process does.
+        not_whole: why there was no small model to run; ``""`` where it was run.
         seconds: CPU seconds of it all.
     """
 
@@ -57,6 +62,8 @@ class Verified:
     run: int
     cases: int
     by_rule: Mapping[str, int] = field(default_factory=dict)
+    results: int = 0
+    not_whole: str = ""
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -68,6 +75,10 @@ class Verified:
         if self.by_rule:
             listed = ", ".join(f"{n} {target}" for target, n in self.by_rule.items())
             lines.append(f"  {sum(self.by_rule.values())} ops follow their rule but were not run on pieces: {listed}")
+        if self.not_whole:
+            lines.append(f"  loss and gradients of a small model were not compared: {self.not_whole}")
+        else:
+            lines.append(f"  {self.results} results of a small model, loss and gradients among them, are those of one process")
         return "\n".join([*lines, f"  {self.seconds:.1f} CPU seconds"])
 
 
@@ -76,6 +87,7 @@ def verify(
     model: torch.nn.Module | Callable[[], torch.nn.Module],
     example_inputs: Any = None,
     *,
+    small: tuple[torch.nn.Module, Any] | None = None,
     progress: Progress | None = None,
 ) -> Verified:
     """Check a plan on this machine alone, whatever the size of its cluster and of the model.
@@ -84,6 +96,8 @@ def verify(
         plan: the plan.
         model: the module that it is for (the meta device will do), or a callable that makes it.
         example_inputs: as for ``plan``. None: made up from what the plan says of its batch.
+        small: a model of the same structure, with as many layers and real values, and inputs for it: its sizes must be divided by what
+            the plan shards, on axes of two ranks. None: made from the model's ``config``, where it has one of transformers.
         progress: called with the name of each phase as it begins.
 
     Raises:
@@ -98,6 +112,14 @@ def verify(
         graph = capture_for(module, call, plan).graph
         tell("check")
         found = _verify_all(plan, graph)
+        tell("run small")
+        try:
+            chosen = small or small_model(module, call)
+            found = replace(found, results=run_small(plan, graph, found.small_mesh, *chosen))
+        except InputError as e:
+            if small is not None:
+                raise
+            found = replace(found, not_whole=str(e))
     return replace(found, seconds=time.process_time() - started)
 
 

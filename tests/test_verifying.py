@@ -13,7 +13,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
-from meshwright import cli
+from meshwright import cli, lockstep
 from meshwright.planner.ir.errors import InputError, VerifyError
 from meshwright.planner.ir.plan import OpSpec, Plan
 
@@ -41,13 +41,36 @@ def test_a_right_plan_of_gpt2_passes_and_every_sharded_op_was_run():
     found = mw.verify(plan, gpt2())
     assert found.ops == len(plan.ops) == found.replicated + found.run and not found.by_rule
     assert found.small_mesh.sizes == (2,) * plan.mesh.num_axes and found.run > found.cases > 20
+    assert found.results > 25 and not found.not_whole  # loss, logits, 28 gradients
     assert "right, simulated on" in str(found)
 
 
 def test_a_plan_of_llama_in_mixed_precision_passes():
     plan = mw.plan(llama(), "4x8xH100", tokens(64, 512), strategy="zero3", alternatives=False, precision="bf16-mixed")
     found = mw.verify(plan, llama(), tokens(64, 512))
-    assert found.run > 100 and not found.by_rule
+    assert found.run > 100 and not found.by_rule and found.results > 25
+
+
+def test_a_model_without_a_configuration_is_run_small_where_a_small_one_is_passed():
+    def model(n: int) -> torch.nn.Module:
+        layers = [torch.nn.Linear(n, 4 * n), torch.nn.GELU(), torch.nn.Linear(4 * n, n), torch.nn.LayerNorm(n)]
+        return torch.nn.Sequential(*layers)
+
+    batch = torch.zeros(256, 1024, device="meta")
+    plan = mw.plan(lambda: model(1024), "2x4xH100", batch, strategy="tp", degrees={"tp": 4}, alternatives=False)
+    assert "pass small=" in mw.verify(plan, lambda: model(1024)).not_whole
+    found = mw.verify(plan, lambda: model(1024), small=(model(16), torch.zeros(8, 16)))
+    assert found.results >= 7 and not found.not_whole
+    with pytest.raises(InputError, match="other ops"):
+        mw.verify(plan, lambda: model(1024), small=(torch.nn.Linear(16, 16), torch.zeros(8, 16)))
+
+
+def test_a_difference_of_the_whole_small_model_is_found(monkeypatch):
+    """A collective that gives the wrong numbers, which no op by itself can show."""
+    plan = mw.plan(gpt2(), "2x4xH100", tokens(8, 32), strategy="tp", degrees={"tp": 2}, alternatives=False)
+    monkeypatch.setitem(lockstep._REDUCE, "sum", lambda x: x.mean(0))
+    with pytest.raises(VerifyError, match="differs from one process by"):
+        mw.verify(plan, gpt2())
 
 
 def test_a_plan_for_16384_devices_is_verified_within_a_minute():
@@ -58,7 +81,7 @@ def test_a_plan_for_16384_devices_is_verified_within_a_minute():
     plan = mw.plan(model, "2048x8xH100", tokens(2048, 4096), **options)
     started = time.process_time()
     found = mw.verify(Plan.from_json(plan.to_json()), model)
-    assert found.mesh.num_devices == 16384 and found.ops > 10_000 and not found.by_rule
+    assert found.mesh.num_devices == 16384 and found.ops > 10_000 and not found.by_rule and found.results > 700
     assert found.seconds <= time.process_time() - started < 60  # CPU seconds: right at any load
 
 
