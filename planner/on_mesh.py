@@ -398,9 +398,11 @@ class OnMesh:
             notes = whole.notes + replicated_under(tables, whole, solution.chosen, name)
             return Found(self, tables, solution, outcome, objective, min(objective, solution.bound_s), notes)
 
-    def seen_bytes(self, found: Found, points: Mapping[str, int]) -> int:
-        """Memory of a plan as the solver would count it if it looked at some points."""
-        return sum(memory_of(with_points(found.tables, found.tables.problem, points), found.solution.chosen).values())
+    def seen_bytes(self, found: Found, op: str) -> int:
+        """Memory of a plan while an op runs, as the solver counts it if it looks there."""
+        most = 1 << 50  # so much at that point makes it the highest
+        problem = with_points(found.tables, found.tables.problem, {op: most})
+        return sum(memory_of(problem, found.solution.chosen).values()) - most
 
     def free_peak_bytes(self) -> float:
         """Memory of about the best plan without a limit: that of the first relaxation; infinite where that is fractional."""

@@ -117,12 +117,15 @@ class Race:
         """The best plan on a mesh that fits; None where none was found.
 
         The solver sees memory at few points: where a plan turns out larger than the limit, the point of its peak becomes one more,
-        with what the solver even so does not see of the plan there. The bound stays that of all plans within the memory that the
-        solver sees at first.
+        with what the solver even so does not see of the plan there; half of that where nothing fits then, as another plan may have less
+        unseen. The bound stays that of all plans within the memory that the solver sees at first.
         """
-        bound_s, on.points = math.inf, dict.fromkeys(self._points, 0)
+        bound_s, on.points, at, before = math.inf, dict.fromkeys(self._points, 0), "", 0
         for _ in range(_TIGHTENINGS):
             found = on.solve(self.name, effort=self.effort, beat_s=self.beat_s)
+            if found is None and on.points.get(at, 0) > before + 1:
+                on.points[at] = (before + on.points[at]) // 2
+                continue
             if found is None or self.peak_of is None:
                 return found
             bound_s = min(bound_s, found.bound_s)
@@ -132,9 +135,8 @@ class Race:
             if peak <= limit:
                 return replace(found, bound_s=bound_s)
             self._points[at] = None
-            known = on.points.get(at)
-            unseen = peak - on.seen_bytes(found, {**on.points, at: 0}) if known is None else known + peak - limit
-            on.points[at] = int(_SAFELY * max(0, unseen))
+            unseen, before = peak - on.seen_bytes(found, at), on.points.get(at, 0)
+            on.points[at] = max(int(_SAFELY * unseen), on.points.get(at, -1) + 1, 0)
         return None
 
     def _take(self, on: OnMesh, found: Found | Excluded | None) -> None:
