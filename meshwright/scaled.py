@@ -34,6 +34,7 @@ from meshwright.prove import joined
 _TOLERANCE = 1e-6
 """Relative to the largest element: both sides run in double precision."""
 _BATCH, _TOKENS = 8, 16
+_FIXED = ("head_dim", "d_kv", "max_position_embeddings", "n_positions")
 _HEADS = {"num_attention_heads": 16, "n_head": 8, "num_heads": 8}
 _SIZES = {
     "hidden_size": 128,
@@ -51,12 +52,12 @@ _SIZES = {
 }
 
 
-def small_config(config: Any) -> Any:
-    """The configuration with small sizes: heads keep whether they are grouped, layers stay; None where no size is known."""
+def small_config(config: Any, times: int = 1) -> Any:
+    """The configuration with small sizes, ``times`` as large for meshes of odd axes: heads keep whether they are grouped, layers stay; None where no size is known."""
     small, found = copy.deepcopy(config), False
     for name, n in {**_SIZES, **_HEADS}.items():
         if isinstance(getattr(config, name, None), int):
-            setattr(small, name, n)
+            setattr(small, name, n if name in _FIXED else n * times)
             found = True
     heads, key_heads = (getattr(config, k, None) for k in ("num_attention_heads", "num_key_value_heads"))
     if heads is not None and heads == key_heads:
@@ -64,15 +65,16 @@ def small_config(config: Any) -> Any:
     return small if found else None
 
 
-def small_model(model: nn.Module, call: Call) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A small model with the structure of ``model``, and a batch for it.
+def small_model(model: nn.Module, call: Call, devices: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A small model with the structure of ``model``, and a batch for it, for a mesh of ``devices`` ranks.
 
     Raises:
         InputError: nothing is known of the model's configuration, or its batch is not of token ids by keyword.
     """
     config = getattr(model, "config", None)
     args, kwargs = call
-    small = small_config(config) if hasattr(config, "to_dict") else None
+    odd = devices // (devices & -devices)
+    small = small_config(config, odd) if hasattr(config, "to_dict") else None
     if small is None:
         raise InputError("no small sizes are known for this model: pass small=(model, inputs)")
     tensors = {k: v for k, v in kwargs.items() if isinstance(v, torch.Tensor)}
@@ -84,7 +86,7 @@ def small_model(model: nn.Module, call: Call) -> tuple[nn.Module, dict[str, torc
             made = type(model)(small)
         except (ValueError, TypeError, RuntimeError, AttributeError) as e:
             raise InputError(f"{type(model).__name__} cannot be made of small sizes: {' '.join(str(e).split())[:200]}") from None
-    return made, {k: torch.ones(_BATCH, _TOKENS, dtype=v.dtype) for k, v in tensors.items()}
+    return made, {k: torch.ones(_BATCH * odd, _TOKENS, dtype=v.dtype) for k, v in tensors.items()}
 
 
 def run_small(plan: Plan, large: OpGraph, mesh: MeshShape, model: nn.Module, inputs: Any) -> int:
@@ -95,7 +97,7 @@ def run_small(plan: Plan, large: OpGraph, mesh: MeshShape, model: nn.Module, inp
         VerifyError: a result differs; names it.
     """
     request = Request(precision=plan.precision)
-    folded, _ = capture_call(model.train(plan.training), call_of(inputs), request, plan.training)
+    folded, _ = capture_call(model, call_of(inputs), request, plan.training)
     try:
         capture = folded.at(plan.recompute).whole
     except Unlike as e:
@@ -119,10 +121,15 @@ def carried_over(plan: Plan, large: OpGraph, small: OpGraph, mesh: MeshShape) ->
         raise InputError("the small model's program has other ops")
     known: dict[tuple[str, Placements], Placements] = {(name, ps): ps for name, ps in plan.inputs.items()}
     ops: dict[str, OpSpec] = {}
+    batches = zip(large.inputs_of("input"), small.inputs_of("input"), strict=True)
+    groups = {a.value.shape[0]: {b.value.shape[0]} for a, b in batches if a.value.shape and b.value.shape}
     for big, little in zip(large.ops, small.ops, strict=True):
-        spec, made = plan.ops[big.name], _carried(big, little, plan.ops[big.name])
+        spec, made = plan.ops[big.name], _carried(big, little, plan.ops[big.name], groups)
         ops[big.name] = made
         pairs = [*zip(big.ins, spec.ins, made.ins, strict=True), *zip(big.outs, spec.outs, made.outs, strict=True)]
+        for _, p, q in pairs:
+            for a, b in zip(p or (), q or (), strict=True):
+                groups.setdefault(a.split, set()).add(b.split)
         known.update({(v.name, p): q for v, p, q in pairs if v is not None and p is not None and q is not None})
 
     def place(value: str, ps: Placements) -> Placements:
@@ -149,8 +156,8 @@ def _paths(plan: Plan, place: Any) -> Iterator[Redistribution]:
             continue  # placements on the way that no op has: the default path leads there too
 
 
-def _carried(big: Op, little: Op, spec: OpSpec) -> OpSpec:
-    """The rows of the small op's rule that stand where the large op's rows stand."""
+def _carried(big: Op, little: Op, spec: OpSpec, groups: Mapping[int, set[int]]) -> OpSpec:
+    """The rows of the small op's rule that stand where the large op's rows stand; other rows with as many groups as ops before have."""
     rows, small = rows_for(big), rows_for(little)
     if rows is None or small is None:
         return spec
@@ -159,12 +166,19 @@ def _carried(big: Op, little: Op, spec: OpSpec) -> OpSpec:
     for axis in range(len(next(iter([*spec.ins, *(o for o in spec.outs if o is not None)]), ()))):
         row = Row(tuple(ps[axis] for ps in spec.ins), tuple(None if ps is None else ps[axis] for ps in spec.outs))
         if row not in places or len(rows) != len(small):
-            if _has_groups(row):
+            small_row = Row(tuple(_grouped(p, groups) for p in row.ins), tuple(p and _grouped(p, groups) for p in row.outs))
+            if _has_groups(small_row):
                 raise InputError(f"op {big.name} ({big.target}): {row} has no small counterpart")
-            chosen.append(row)
+            chosen.append(small_row)
             continue
         chosen.append(small[places[row]])
     return joined(little, chosen)
+
+
+def _grouped(p: Placement, groups: Mapping[int, set[int]]) -> Placement:
+    """With the number of groups that stands for its own, where only one does."""
+    found = groups.get(p.split, set())
+    return replace(p, split=next(iter(found))) if p.split > 8 and len(found) == 1 else p
 
 
 def _has_groups(row: Row) -> bool:

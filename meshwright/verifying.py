@@ -13,6 +13,7 @@ Three checks, each of which names what is wrong:
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import Counter
@@ -25,7 +26,7 @@ import torch
 from meshwright import collector, prove
 from meshwright.debug import Progress
 from meshwright.exporting import capture_for
-from meshwright.inputs import call_of, model_of
+from meshwright.inputs import Call, call_of, model_of
 from meshwright.planner.ir.errors import InputError, VerifyError
 from meshwright.planner.ir.graph import Op, OpGraph
 from meshwright.planner.ir.mesh import MeshShape
@@ -107,20 +108,37 @@ def verify(
     started, tell = time.process_time(), progress or (lambda phase: None)
     with collector.paused():
         tell("capture")
-        module = model_of(model).train(plan.training)
+        module = model_of(model)
         call = call_of(inputs_of(plan) if example_inputs is None else example_inputs)
-        graph = capture_for(module, call, plan).graph
+        graph, mode = _captured(module, call, plan)
         tell("check")
         found = _verify_all(plan, graph)
         tell("run small")
         try:
-            chosen = small or small_model(module, call)
-            found = replace(found, results=run_small(plan, graph, found.small_mesh, *chosen))
+            chosen = small or small_model(module, call, math.prod(found.small_mesh.sizes))
+            found = replace(found, results=run_small(plan, graph, found.small_mesh, chosen[0].train(mode), chosen[1]))
         except InputError as e:
             if small is not None:
                 raise
             found = replace(found, not_whole=str(e))
     return replace(found, seconds=time.process_time() - started)
+
+
+def _captured(module: torch.nn.Module, call: Call, plan: Plan) -> tuple[OpGraph, bool]:
+    """The program that the plan is for, and whether it is that of the model in training mode: as the model is, else in the other mode.
+
+    Raises:
+        InputError: it is for another.
+    """
+    modes = {m: m.training for m in module.modules()}
+    try:
+        return capture_for(module, call, plan).graph, module.training
+    except InputError:
+        other = not module.training
+        return capture_for(module.train(other), call, plan).graph, other
+    finally:
+        for m, mode in modes.items():
+            m.training = mode
 
 
 def _verify_all(plan: Plan, graph: OpGraph) -> Verified:

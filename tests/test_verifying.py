@@ -65,6 +65,16 @@ def test_a_model_without_a_configuration_is_run_small_where_a_small_one_is_passe
         mw.verify(plan, lambda: model(1024), small=(torch.nn.Linear(16, 16), torch.zeros(8, 16)))
 
 
+def test_plans_for_inference_on_three_devices_and_in_stages_pass():
+    evaluated = mw.plan(gpt2(), "3xH100", tokens(12, 32), strategy="ddp", training=False, alternatives=False)
+    model = gpt2()
+    found = mw.verify(evaluated, model)
+    assert found.small_mesh.sizes == (3,) and found.results >= 2 and model.training
+    assert mw.verify(mw.plan(gpt2().eval(), "3xH100", tokens(12, 32), strategy="ddp", alternatives=False), model).results >= 2
+    options = {"strategy": "pipeline", "degrees": {"pp": 2}, "micro_batches": 2, "alternatives": False}
+    assert mw.verify(mw.plan(gpt2(), "4xH100", tokens(8, 32), **options), model).results > 25
+
+
 def test_a_difference_of_the_whole_small_model_is_found(monkeypatch):
     """A collective that gives the wrong numbers, which no op by itself can show."""
     plan = mw.plan(gpt2(), "2x4xH100", tokens(8, 32), strategy="tp", degrees={"tp": 2}, alternatives=False)
