@@ -23,8 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from pipeline import SEQ, VOCABULARY, WIDTH, Block
+from pipeline import SEQ, VOCABULARY, Model
 from rich.console import Console
 from rich.table import Table
 from torch import distributed as dist, multiprocessing as mp, nn
@@ -56,20 +55,9 @@ SMALL, LARGE = 1 << 4, 1 << 21
 """Elements of the all_reduces that latency and rate come from."""
 
 
-class Transformer(nn.Module):
+def _transformer() -> Model:
     """Few weights for many tokens."""
-
-    def __init__(self, layers: int = 4):
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(layers))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, ids_BS: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
-        x_BSD = self.tokens(ids_BS)
-        for block in self.blocks:
-            x_BSD = block(x_BSD)
-        return F.cross_entropy(self.head(x_BSD).flatten(0, 1), labels_BS.flatten())
+    return Model(4)
 
 
 class Wide(nn.Module):
@@ -96,7 +84,7 @@ def _vectors() -> dict[str, torch.Tensor]:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, torch.Tensor]]]] = {
-    "transformer": (Transformer, _tokens),
+    "transformer": (_transformer, _tokens),
     "wide": (Wide, _vectors),
 }
 
