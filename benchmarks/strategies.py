@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from pipeline import SEQ, VOCABULARY, Model
 from rich.console import Console
 from rich.table import Table
