@@ -288,9 +288,12 @@ def test_a_limit_under_the_parameters_is_infeasible_by_category_and_size():
     assert caught.value.binding == "memory" and caught.value.needed_bytes > 2 * 2**20
 
 
-def test_contradictory_degrees_and_strategy_are_infeasible():
-    with pytest.raises(InfeasibleError, match=r"strategy 'ddp' together with degrees tp=2.*contradict each other"):
-        mw.plan(ZOO["mlp"].model(), "1x4xH100", ZOO["mlp"].batch(), strategy="ddp", degrees={"tp": 2})
+def test_a_degree_says_what_its_axis_is_for_whatever_the_strategy():
+    plan = mw.plan(ZOO["mlp"].model(), "1x4xH100", ZOO["mlp"].batch(), strategy="ddp", degrees={"tp": 2})
+    tp = plan.mesh.names.index("tp")
+    weights = {name: p for name, p in plan.inputs.items() if name.startswith("parameter")}
+    assert plan.mesh.sizes[tp] == 2 and any(p[tp].is_shard for p in weights.values())
+    assert all(p[1 - tp].is_replicate for p in weights.values()), "ddp over the other axis"
 
 
 def test_the_device_is_not_needed_for_its_links():
