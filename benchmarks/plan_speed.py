@@ -148,6 +148,7 @@ PHASES = (
     "fuse_s",
     "fold_s",
     "build_s",
+    "bound_s",
     "solve_s",
     "alternatives_s",
     "check_s",

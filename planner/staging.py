@@ -30,6 +30,7 @@ from meshwright.planner.meshes import LogicalMesh
 from meshwright.planner.on_mesh import Found, OnMesh, Program
 from meshwright.planner.options import Clock, Options
 from meshwright.planner.pipelined import Lying, PipelineRequest, Uncut, too_large
+from meshwright.planner.solve.optimise import Effort
 from meshwright.planner.solve.segments import hidden_values
 from meshwright.planner.solve.strategies import strategy_named
 from meshwright.planner.spell import checked_plan
@@ -47,7 +48,14 @@ FINISHED = 6
 
 LOOKED_AT = 48
 
+BESIDE, BESIDE_CANDIDATES = 12, 12_000
+"""Problems that are built at most, and candidates of all those that are solved, where a plan without stages is known already: it is
+planning time that a user who asks for no stages does not expect."""
+
 _UNLIMITED = 1 << 60
+_ROUGH = Effort(gap=2e-2, nodes=4, rounds=4)
+"""What the plan inside a stage is worth: what the cuts and the schedule cost beside it is simulated anyway."""
+
 _SMALL_KERNELS = 1.1
 """Work over the least that kernels of the whole batch take, from which on larger micro-batches are tried too."""
 
@@ -149,7 +157,7 @@ class StageSearch:
         self._counts: dict[int, tuple[int, ...]] = {}
         self._heap: list[_Try] = []
         self._number = itertools.count()
-        self._looked = 0
+        self._looked, self._candidates, self._is_known = 0, 0, False
         self.finished: list[_Finished] = []
         self.refused: InputError | None = None
 
@@ -165,7 +173,8 @@ class StageSearch:
         for degree in self.degrees:
             self._start(degree)
         best: _Finished | None = None
-        while self._heap and len(self.finished) < FINISHED and (self._looked < LOOKED_AT or not self.finished):
+        self._is_known = math.isfinite(bar_s)
+        while self._heap and not self._is_enough():
             item = heapq.heappop(self._heap)
             enough = (bar_s if best is None else best.seconds) * (1 - self.options.effort.gap)
             if item.seconds >= enough:
@@ -179,6 +188,12 @@ class StageSearch:
         if math.isfinite(bar_s):
             return None
         raise self._why_none()
+
+    def _is_enough(self) -> bool:
+        """Whether the counts of what was tried are used up."""
+        if self._is_known and not self.finished and self._looked >= BESIDE:
+            return True
+        return len(self.finished) >= FINISHED or (self._looked >= LOOKED_AT and bool(self.finished))
 
     def _start(self, degree: int) -> None:
         """The combinations of one degree, each at the least that its compute can take."""
@@ -294,7 +309,10 @@ class StageSearch:
 
     def _solve(self, item: _Try) -> None:
         assert item.on is not None
-        item.found = item.on.solve_priced(self.name, THRIFT[item.thrift], self.options.effort)
+        self._candidates += sum(c.num_candidates for c in item.on.tables_for(self.name).problem.choices)
+        if self._is_known and self._candidates > BESIDE_CANDIDATES:
+            return
+        item.found = item.on.solve_priced(self.name, THRIFT[item.thrift], _ROUGH)
         if item.found is not None:
             self._again(item, item.found.outcome.step_time_s)
         elif (
