@@ -37,7 +37,7 @@ def tokens(batch: int, seq: int) -> dict[str, torch.Tensor]:
 
 def test_a_right_plan_of_gpt2_passes_and_every_sharded_op_was_run():
     plan = mw.plan(gpt2(), "2x4xH100", tokens(8, 32), strategy="tp", degrees={"tp": 2}, alternatives=False)
-    found = mw.verify(plan, gpt2())
+    found = plan.verify(gpt2())
     assert found.ops == len(plan.ops) == found.replicated + found.run and not found.by_rule
     assert found.small_mesh.sizes == (2,) * plan.mesh.num_axes and found.run > found.cases > 20
     assert found.results > 25 and not found.not_whole  # loss, logits, 28 gradients

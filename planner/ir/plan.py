@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -457,6 +458,10 @@ class Plan:
         from meshwright.report import report  # the one import upwards: a method where people look for it
 
         return report(self, width=width)
+
+    def verify(self, model: Any, *args: Any, **options: Any) -> Any:
+        """Check the plan without its cluster; arguments, result and errors are those of :func:`meshwright.verify`."""
+        return import_module("meshwright.verifying").verify(self, model, *args, **options)  # by name: it stands above this layer
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
