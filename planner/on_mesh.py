@@ -45,7 +45,7 @@ from meshwright.planner.solve.optimise import (
 from meshwright.planner.solve.outline import part_of, repeated_part, with_floor_of_the_rest
 from meshwright.planner.solve.pins import Pin, find_pins, restrict_to_pins
 from meshwright.planner.solve.price import Outcome, memory_of, objective_s, price
-from meshwright.planner.solve.problem import Restriction
+from meshwright.planner.solve.problem import Problem, Restriction
 from meshwright.planner.solve.rows import with_points
 from meshwright.planner.solve.strategies import batch_length, replicated_under, restrict, strategy_named
 from meshwright.planner.solve.tables import Tables, build_tables
@@ -374,10 +374,7 @@ class OnMesh:
             self.unlimited = unlimited if limited else self.unlimited
             if solution is None or isinstance(solution, Excluded):
                 return solution
-            outcome = price(problem, whole, solution.chosen)
-            objective = objective_s(problem, outcome, solution.chosen)
-            notes = whole.notes + replicated_under(tables, whole, solution.chosen, name)
-            return Found(self, tables, solution, outcome, objective, min(objective, solution.bound_s), notes)
+            return self._found(name, tables, problem, whole, solution)
 
     def solve_priced(self, name: str, weight: float, effort: Effort) -> Found | None:
         """A strategy's best plan here without a memory limit, but with memory at rest that costs ``weight`` times as much as what only
@@ -393,10 +390,14 @@ class OnMesh:
             solution = optimise(problem, whole, tables.cache, effort)
             if solution is None:
                 return None
-            outcome = price(problem, whole, solution.chosen)
-            objective = objective_s(problem, outcome, solution.chosen)
-            notes = whole.notes + replicated_under(tables, whole, solution.chosen, name)
-            return Found(self, tables, solution, outcome, objective, min(objective, solution.bound_s), notes)
+            return self._found(name, tables, problem, whole, solution)
+
+    def _found(self, name: str, tables: Tables, problem: Problem, whole: Restriction, solution: Solution) -> Found:
+        """A solution with what it costs and what is to be said of it."""
+        outcome = price(problem, whole, solution.chosen)
+        objective = objective_s(problem, outcome, solution.chosen)
+        notes = whole.notes + replicated_under(tables, whole, solution.chosen, name)
+        return Found(self, tables, solution, outcome, objective, min(objective, solution.bound_s), notes)
 
     def seen_bytes(self, found: Found, op: str) -> int:
         """Memory of a plan while an op runs, as the solver counts it if it looks there."""

@@ -113,15 +113,15 @@ class _Levels:
         try:
             with self.clock.phase("recompute"):
                 capture = self.source.capture_at(recompute)
+            known = self.by_program.get(capture.graph.hash)
+            if known is not None:  # nothing of this level is worth computing again
+                return replace(known, recompute=recompute, found=None, step_time_s=math.inf)
             options = replace(self.options, effort=_MIXED) if recompute.is_mixed else self.options
             program = Program.of(capture, self.meshes[0].hardware, options, self.clock, recompute)
         except Unlike:
             if not recompute.is_mixed:
                 raise
             return Tried(recompute, None, math.inf, math.inf, math.inf, False)
-        known = self.by_program.get(capture.graph.hash)
-        if known is not None:  # nothing of this level is worth computing again
-            return replace(known, recompute=recompute, found=None, step_time_s=math.inf)
         floor = program.floor_bytes(self.meshes[0].mesh.num_devices)
         if floor > self.limit_bytes and self.options.recompute is None and recompute.level != LEVELS[-1]:
             return Tried(recompute, None, math.inf, floor, math.inf, False)

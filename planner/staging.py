@@ -328,7 +328,7 @@ class StageSearch:
         if self._surely_too_large(item):
             self._go_on(item)
             return None
-        done = self._cut(item)
+        done = self._cut(item, self._uncut(item))
         if done is None:
             return None
         self.finished.append(done)
@@ -342,11 +342,10 @@ class StageSearch:
     def _surely_too_large(self, item: _Try) -> bool:
         """Whether even an equal share of what the plan holds at rest, and one micro-batch of activations, is over the limit."""
         assert item.found is not None
-        memory = item.found.outcome.memory_bytes
-        rest = sum(memory.get(k, 0) for k in ("parameters", "optimizer", "kept")) + memory.get("parameters", 0)
-        flight = memory.get("activations", 0) / item.micro_batches * min(1.0, item.micro_batches / item.degree)
+        flight = item.found.outcome.memory_bytes.get("activations", 0) / item.micro_batches
+        flight *= min(1.0, item.micro_batches / item.degree)
         has_next = item.thrift + 1 < len(THRIFT) or self._next_level(item) is not None
-        return has_next and rest / item.degree + flight > self.options.memory_limit(item.where.hardware)
+        return has_next and _share_at_rest(item) + flight > self.options.memory_limit(item.where.hardware)
 
     def _go_on(self, item: _Try) -> None:
         assert item.found is not None
@@ -354,9 +353,7 @@ class StageSearch:
         level = self._next_level(item)
         if level is not None:
             self._push(work_s, *common, level, item.thrift)
-        memory, limit = item.found.outcome.memory_bytes, self.options.memory_limit(item.where.hardware)
-        rest = sum(memory.get(k, 0) for k in ("parameters", "optimizer", "kept")) + memory.get("parameters", 0)
-        if item.thrift + 1 < len(THRIFT) and rest / item.degree > limit / 4:
+        if item.thrift + 1 < len(THRIFT) and _share_at_rest(item) > self.options.memory_limit(item.where.hardware) / 4:
             self._push(work_s, *common, item.recompute, item.thrift + 1)
 
     def _next_level(self, item: _Try) -> Recompute | None:
@@ -370,13 +367,9 @@ class StageSearch:
             return None
         return Recompute(LEVELS[at])
 
-    def _cut(self, item: _Try) -> _Finished | None:
+    def _cut(self, item: _Try, uncut: Uncut) -> _Finished | None:
         """The fastest schedule that fits; where none does, the one that needs the least."""
-        assert item.on is not None and item.found is not None
-        with self.clock.phase("check"):
-            spelled = checked_plan(item.on.program, self.name, item.found, item.found.bound_s, (), ())
         with self.clock.phase("stages"):
-            uncut = self._uncut(item, spelled)
             chooses = self.name == "auto" and item.micro_batches > 1 and bool(uncut.plan.kept)
             best = self._cut_best(item, replace(uncut, sums_whole=True if chooses else None))
             if chooses and best is not None and not (best.fits and best.uncut.profile.once_s.sum() < _LITTLE * best.seconds):
@@ -387,12 +380,15 @@ class StageSearch:
     def _cut_best(self, item: _Try, uncut: Uncut) -> _Finished | None:
         return _best([f for request in self._requests(item) if (f := self._try(item, uncut, request)) is not None])
 
-    def _uncut(self, item: _Try, spelled: Plan) -> Uncut:
-        assert item.on is not None
-        plan, graph, names = self.whole(spelled)
+    def _uncut(self, item: _Try) -> Uncut:
+        assert item.on is not None and item.found is not None
         program = item.on.program
-        lying = Lying(program.times, hidden_values(program.capture.graph, program.clusters))
-        lying = lying if names is None else lying.of_copies(graph, names)
+        with self.clock.phase("check"):
+            spelled = checked_plan(program, self.name, item.found, item.found.bound_s, (), ())
+        with self.clock.phase("stages"):
+            plan, graph, names = self.whole(spelled)
+            lying = Lying(program.times, hidden_values(program.capture.graph, program.clusters))
+            lying = lying if names is None else lying.of_copies(graph, names)
         limit = self.options.memory_limit(item.where.hardware)
         return Uncut(plan, graph, lying, item.micro_batches, item.where.hardware, item.link, limit)
 
@@ -444,15 +440,14 @@ class StageSearch:
             return None
         if mixed.found is None:
             return None
-        found = [f for f in (self._cut(mixed), self._cut_as(mixed, done, cuts)) if f is not None and f.fits]
+        uncut = self._uncut(mixed)
+        tried = (self._cut(mixed, uncut), self._cut_as(mixed, replace(uncut, sums_whole=done.uncut.sums_whole), done, cuts))
+        found = [f for f in tried if f is not None and f.fits]
         best = _best(found) if found else None
         return best if best is not None and best.seconds < done.seconds else None
 
-    def _cut_as(self, mixed: _Try, done: _Finished, cuts: tuple[str, ...]) -> _Finished | None:
+    def _cut_as(self, mixed: _Try, uncut: Uncut, done: _Finished, cuts: tuple[str, ...]) -> _Finished | None:
         """A mixture cut where the integer program says."""
-        assert mixed.on is not None and mixed.found is not None
-        spelled = checked_plan(mixed.on.program, self.name, mixed.found, mixed.found.bound_s, (), ())
-        uncut = replace(self._uncut(mixed, spelled), sums_whole=done.uncut.sums_whole)
         if any(name not in uncut.graph.by_name for name in cuts):
             return None
         return _Finished(mixed, uncut, done.request, uncut.cut_at(done.request, cuts))
@@ -476,6 +471,13 @@ class StageSearch:
             least = min(self.finished, key=lambda f: f.plan.predicted.peak_memory_bytes)
             return too_large(least.uncut, least.plan)
         return self.refused or InfeasibleError("no plan in stages satisfies strategy and pins", binding=f"strategy {self.name!r}")
+
+
+def _share_at_rest(item: _Try) -> float:
+    """Bytes that one rank of the pipeline holds all the time if all hold the same: parameters, gradients, optimizer, copies."""
+    assert item.found is not None
+    memory = item.found.outcome.memory_bytes
+    return (2 * memory.get("parameters", 0) + memory.get("optimizer", 0) + memory.get("kept", 0)) / item.degree
 
 
 def _sizes(found: Found | None) -> dict[str, object]:
