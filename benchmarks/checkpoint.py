@@ -27,11 +27,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from rich.console import Console
-from rich.table import Table
 from torch import distributed as dist, multiprocessing as mp, nn
 from torch.distributed.tensor import DTensor
 
 import meshwright as mw
+from meshwright.report.tables import make_table
 
 WIDTH = 2048
 
@@ -143,9 +143,13 @@ def main() -> None:
     if options.json:
         print("\n".join(map(json.dumps, rows)))
         return
-    table = Table(title=f"{options.ranks} ranks, {by_rank[0]['whole'] / 1e6:.0f} MB, load {os.getloadavg()[0]:.1f}")
-    for column in ("way", "s per GB", "CPU s per GB", "extra MB", "of a rank's share", "time / torch's"):
-        table.add_column(column, justify="left" if column == "way" else "right")
+    figures = ("s per GB", "CPU s per GB", "extra MB", "of a rank's share", "time / torch's")
+    table = make_table(
+        f"{options.ranks} ranks, {by_rank[0]['whole'] / 1e6:.0f} MB, load {os.getloadavg()[0]:.1f}",
+        "way",
+        *figures,
+        right=figures,
+    )
     for r in rows:
         ratio = f"{r['time_over_torch']:.2f}" if "time_over_torch" in r else ""
         numbers = (f"{r['s_per_gb']:.2f}", f"{r['cpu_s_per_gb']:.2f}", f"{r['extra_mb']:.0f}", f"{r['extra_over_share']:.2f}")

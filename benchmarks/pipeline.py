@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.table import Table
 from torch import distributed as dist, multiprocessing as mp, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -35,6 +34,7 @@ import meshwright as mw
 from meshwright.planner.ir.pipeline import Pipeline
 from meshwright.planner.orders import Action, orders
 from meshwright.planner.simulate import simulate
+from meshwright.report.tables import make_table
 
 LAYERS, WIDTH, HEADS, VOCABULARY, SEQ = 8, 192, 6, 512, 64
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv")
@@ -201,9 +201,13 @@ def against_torch(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def show_race(rows: list[dict[str, Any]]) -> None:
-    table = Table(title=f"seconds of a step, ours against torch.distributed.pipelining, load {os.getloadavg()[0]:.1f}")
-    for column in ("schedule", "cut behind block", "ours", "torch", "ratio", "CPU ours", "CPU torch", "ratio"):
-        table.add_column(column, justify="left" if column == "schedule" else "right")
+    figures = ("cut behind block", "ours", "torch", "ratio", "CPU ours", "CPU torch", "ratio")
+    table = make_table(
+        f"seconds of a step, ours against torch.distributed.pipelining, load {os.getloadavg()[0]:.1f}",
+        "schedule",
+        *figures,
+        right=figures,
+    )
     for r in rows:
         walls = (f"{r['ours_s']:.4f}", f"{r['torch_s']:.4f}", f"{r['ratio']:.3f}")
         cpus = (f"{r['ours_cpu_s']:.4f}", f"{r['torch_cpu_s']:.4f}", f"{r['cpu_ratio']:.3f}")
@@ -272,9 +276,13 @@ def main() -> None:
     if options.json:
         print("\n".join(map(json.dumps, rows)))
         return
-    table = Table(title=f"{options.ranks} ranks, {options.micro_batches} micro-batches, load {os.getloadavg()[0]:.1f}")
-    for column in ("schedule", "stages", "bubble", "simulated", "off by", "MB held", "planned", "ratio"):
-        table.add_column(column, justify="left" if column == "schedule" else "right")
+    figures = ("stages", "bubble", "simulated", "off by", "MB held", "planned", "ratio")
+    table = make_table(
+        f"{options.ranks} ranks, {options.micro_batches} micro-batches, load {os.getloadavg()[0]:.1f}",
+        "schedule",
+        *figures,
+        right=figures,
+    )
     for r in rows:
         shares = (f"{r['bubble_measured']:.3f}", f"{r['bubble_simulated']:.3f}", f"{r['difference']:+.3f}")
         sizes = (f"{r['held_bytes'] / 1e6:.1f}", f"{r['planned_bytes'] / 1e6:.1f}", f"{r['planned_bytes'] / r['held_bytes']:.2f}")

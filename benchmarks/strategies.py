@@ -26,7 +26,6 @@ import torch
 import torch.nn.functional as F
 from pipeline import SEQ, VOCABULARY, Model
 from rich.console import Console
-from rich.table import Table
 from torch import distributed as dist, multiprocessing as mp, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -35,6 +34,7 @@ from meshwright.planner.cost import DEVICES
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.hardware import Device, Hardware, Link
 from meshwright.planning import Request, capture_call, plan_capture
+from meshwright.report.tables import make_table
 from meshwright.runtime.module import build
 from meshwright.target import target_of
 
@@ -269,9 +269,13 @@ def main() -> None:
     console.print("this machine, per rank: " + ", ".join(f"{k} {v:.3g}" for k, v in _told(hardware).items()))
     for rows, told in zip(by_model, summaries, strict=True):
         regret = "-" if told["regret"] is None else f"{told['regret']:.2f}"
-        table = Table(title=f"{told['model']}: Spearman {told['spearman']:.2f}, regret of auto {regret}, load {told['load']:.1f}")
-        for column in ("strategy", "stages", "mesh inside", "predicted ms", "measured ms", "ratio"):
-            table.add_column(column, justify="left" if column == "strategy" else "right")
+        figures = ("stages", "mesh inside", "predicted ms", "measured ms", "ratio")
+        table = make_table(
+            f"{told['model']}: Spearman {told['spearman']:.2f}, regret of auto {regret}, load {told['load']:.1f}",
+            "strategy",
+            *figures,
+            right=figures,
+        )
         for r in sorted(rows, key=lambda r: r["measured_s"]):
             seconds = (
                 f"{1e3 * r['predicted_s']:.1f}",
