@@ -16,12 +16,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["MESHWRIGHT_UPDATE_GOLDEN"] = "1"
 
 
-GROUPS = {"multiproc/": "ranks", "test_examples.py": "examples"}
-"""Part of a path to the xdist group that runs one after another: these tests start several processes each."""
+RANKS = "multiproc/"
+"""Part of the path of tests that start several processes each: they run one after another."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of a file stay together, so that what it prepares (captures, plans) is made once."""
     for item in items:
-        for part, group in GROUPS.items():
-            if part in item.nodeid:
-                item.add_marker(pytest.mark.xdist_group(group))
+        group = "ranks" if RANKS in item.nodeid else item.nodeid.split("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))

@@ -79,7 +79,7 @@ def test_slow_links_between_nodes_keep_tensor_parallelism_inside_them() -> None:
     found = advice(1024, 6, "2x4xH100@1Gbit", 1 << 13, limit="104MiB")
     assert found.best is not None
     assert found.best.strategy in ("zero1", "zero2", "zero3", "hsdp", "3d", "tp")
-    fast = advice(1024, 6, "2x4xH100", 1 << 13, limit="104MiB")
+    fast = advice(1024, 6, "2x4xH100", 1 << 13, limit="80MiB")  # as above, even with less memory
     assert fast.best is not None and fast.best.step_time_s < found.best.step_time_s
     tp = next(o for o in found.options if o.strategy == "tp")
     assert tp.mesh == (2, 4), "tensor parallelism inside the nodes, data parallelism across"

@@ -27,7 +27,7 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
-@pytest.mark.parametrize(("strategy", "level"), [("ddp", "none"), ("ddp", "full"), ("zero3", "none"), ("tp", "selective")])
+@pytest.mark.parametrize(("strategy", "level"), [("ddp", "full"), ("zero3", "none"), ("tp", "selective")])
 def test_the_predicted_peak_is_what_is_alive(strategy: str, level: str) -> None:
     found = measure(gpt2, BATCH, (2,), strategy=strategy, recompute=level)
     assert 0.95 <= found.ratio <= 1.1, f"predicted {found.plan.predicted.peak_memory_bytes}, measured {max(found.peaks)}"

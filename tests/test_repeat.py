@@ -20,7 +20,9 @@ from tests.helpers import models
 from tests.helpers.models import ALL, loss_of
 from tests.helpers.run_capture import run
 
-STACKED = ("transformer", "gpt2", "llama", "qwen3", "bert", "vit", "t5", "gpt2_dropout")
+ALIKE = ("gpt2", "llama", "qwen3", "bert")
+"""Whose blocks are like those of another model, or are copied in mixed precision below: slow."""
+STACKED = ("transformer", "vit", "t5", "gpt2_dropout", *(pytest.param(name, marks=pytest.mark.slow) for name in ALIKE))
 
 
 def deep(name: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, dict[str, Any]]:

@@ -61,10 +61,10 @@ LAYOUTS = {
     ("name", "layout"),
     [
         ("gpt2", "2"),
-        ("gpt2", "sequence x heads"),
+        pytest.param("gpt2", "sequence x heads", marks=pytest.mark.slow),
         ("llama", "4"),
         ("llama_padded", "batch x sequence"),
-        ("llama", "striped"),
+        pytest.param("llama", "striped", marks=pytest.mark.slow),
         ("gpt2", "striped twice"),
     ],
 )

@@ -18,13 +18,22 @@ def assert_equal(trials: list[Trial], ranks: int = 8) -> None:
         assert not wrong, f"rank {rank}: {wrong}"
 
 
+STRATEGIES = ("auto", "zero3", "tp")
+
+
+@pytest.mark.parametrize(("name", "sizes", "strategies"), [("gpt2", (2, 4), ("tp",)), ("mlp", (8,), STRATEGIES)])
+def test_eight_ranks_equal_one_process(name, sizes, strategies):
+    assert_equal([trial(name, sizes, strategy) for strategy in strategies])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(8,), (2, 4)], ids=lambda sizes: "x".join(map(str, sizes)))
 @pytest.mark.parametrize("name", ["gpt2", "mlp"])
-def test_eight_ranks_equal_one_process(name, sizes):
-    assert_equal([trial(name, sizes, strategy) for strategy in ("auto", "zero3", "tp")])
+def test_eight_ranks_equal_one_process_under_every_strategy(name, sizes):
+    assert_equal([trial(name, sizes, strategy) for strategy in STRATEGIES])
 
 
-@pytest.mark.parametrize("strategy", ["auto", "tp"])
+@pytest.mark.parametrize("strategy", [pytest.param("auto", marks=pytest.mark.slow), "tp"])
 def test_a_vocabulary_of_30522_on_2x4_equals_one_process(strategy):
     case = Case("gpt2_30522", lambda: gpt2(vocab=30522, hidden=8, heads=4, layers=1), _tokens(30522, BATCH, SEQ))
     mesh = MeshShape.of(2, 4)
