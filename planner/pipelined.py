@@ -32,7 +32,7 @@ from meshwright.planner.solve.problem import SEGMENTS
 from meshwright.planner.solve.segments import hidden_values
 from meshwright.planner.solve.strategies import strategy_named
 from meshwright.planner.stage_cuts import Profile, choose_cuts, places_of, profile
-from meshwright.planner.stage_memory import rank_memory
+from meshwright.planner.stage_memory import GradientBytes, gradient_bytes, rank_memory
 from meshwright.planner.traffic import moved_bytes
 
 _EACH_FOR_ITSELF = ClusterGraph((), (), ())
@@ -145,6 +145,19 @@ class Uncut:
         found: tuple[np.ndarray, dict[str, np.ndarray]] = self._shared["beside"]
         return found
 
+    @property
+    def gradients(self) -> Mapping[str, GradientBytes]:
+        """What gradients take on a device, by value name of the parameter."""
+        key = "gradients", self.whole_gradients
+        if key not in self._shared:
+            self._shared[key] = gradient_bytes(replace(self.plan, pipeline=self._in_one_piece()), self.graph)
+        found: Mapping[str, GradientBytes] = self._shared[key]
+        return found
+
+    def _in_one_piece(self) -> Pipeline:
+        times = self.lying.times
+        return Pipeline(1, "gpipe", (), self.micro_batches, times.inputs, times.ops, self.whole_gradients)
+
     def _find_beside(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         over_time = self.costs.time.made if isinstance(self.costs, MicroCosts) else {}
         made = made_placements(self.plan, self.graph)
@@ -178,7 +191,8 @@ class Uncut:
 
     def memory(self, staged: Plan) -> list[dict[str, int]]:
         """Bytes by category on every rank of a plan that :meth:`cut` made."""
-        return rank_memory(staged, self.graph, simulated(staged, self.profile, self.link).peak_bytes, self._beside(staged))
+        peaks = simulated(staged, self.profile, self.link).peak_bytes
+        return rank_memory(staged, self.graph, self.gradients, peaks, self._beside(staged))
 
     def _beside(self, staged: Plan) -> list[dict[str, int]]:
         """Per rank, the most that running takes besides what is saved, at the moment when that is most."""
@@ -202,7 +216,8 @@ class Uncut:
             hidden_s=before.hidden_s * scale,
             step_time_s=step.step_s + once_s,
             memory_bytes=max(
-                rank_memory(staged, self.graph, step.peak_bytes, self._beside(staged)), key=lambda m: sum(m.values())
+                rank_memory(staged, self.graph, self.gradients, step.peak_bytes, self._beside(staged)),
+                key=lambda m: sum(m.values()),
             ),
             moved_bytes=moved_bytes(staged.pipeline, self.profile, self.plan.collectives),
         )

@@ -133,7 +133,12 @@ class _Blocks:
         saved = np.zeros(len(found.names))
         for size, places, _ in found.saved:
             saved[min(places)] += size
-        columns = (parts(found.work_s), parts(found.once_s), parts(rest_by_place(form.plan, form.graph)), parts(saved))
+        columns = (
+            parts(found.work_s),
+            parts(found.once_s),
+            parts(rest_by_place(form.plan, form.graph, form.gradients)),
+            parts(saved),
+        )
         return [Point(w / m, o, r, s / m) for w, o, r, s in zip(*columns, strict=True)]
 
     def _period(self, stages: int) -> int:

@@ -11,9 +11,11 @@ import torch
 from meshwright.passes.lower_stages import StageProgram, lower_stages
 from meshwright.passes.verify import KINDS
 from meshwright.planner.ir.pipeline import Pipeline
-from meshwright.planner.ir.plan import Plan
+from meshwright.planner.ir.plan import Plan, Redistribution
+from meshwright.planner.ir.spec import R
+from meshwright.planner.ir.verify import made_placements
 from meshwright.planner.micro import time_specs
-from meshwright.planner.stage_memory import rank_memory
+from meshwright.planner.stage_memory import gradient_bytes, rank_memory
 from tests.helpers.counting import CountCollectives
 from tests.helpers.equality import RTOL, Trial, compare
 from tests.helpers.models import ALL, loss_of
@@ -27,6 +29,17 @@ def plan_of(name: str, strategy: str, micro_batches: int, *, whole: bool = False
     times = time_specs(captured(name, precision).graph, micro_batches)
     pipeline = Pipeline(1, "gpipe", (), micro_batches, times.inputs, times.ops, whole)
     return replace(planned(name, (2,), strategy, precision, micro_batches), pipeline=pipeline)
+
+
+def reduced_whole(name: str, micro_batches: int) -> Plan:
+    """Parameters rest in pieces, but their gradients are all-reduced and cut: cheaper than scattering each of many micro-batches."""
+    plan, graph = plan_of(name, "zero3", micro_batches), captured(name).graph
+    made, listed = made_placements(plan, graph), {(r.value, r.phase, r.path[-1]): r for r in plan.redistributions}
+    for result, final in zip(graph.outputs, plan.outputs, strict=True):
+        if result.role == "gradient" and result.value is not None and made[result.value.name][0].is_partial:
+            value = result.value.name
+            listed[value, "backward", final] = Redistribution(value, "backward", (made[value], (R,), final))
+    return replace(plan, redistributions=tuple(listed.values()))
 
 
 def kinds_in(stage: StageProgram) -> tuple[dict[str, int], dict[str, int]]:
@@ -74,7 +87,7 @@ def _step(rank: int, trials: dict[str, Trial]) -> dict[str, tuple[list[str], dic
     return found
 
 
-def test_zero1_reduces_once_and_zero2_never_holds_whole_gradients():
+def test_zero1_reduces_once_and_zero2_never_holds_whole_gradients_and_the_plan_counts_what_is_held():
     case, kinds = ALL["transformer"], {"ddp": False, "zero1": True, "zero2": False, "zero3": False}
     trials = {
         f"{strategy} {m}": Trial("", case, case.model(), captured(case.name), plan, reference(case.name))
@@ -82,6 +95,7 @@ def test_zero1_reduces_once_and_zero2_never_holds_whole_gradients():
         for m in (2, 4)
         for plan in [plan_of(case.name, strategy, m, whole=whole)]
     }
+    trials["reduced whole 4"] = replace(trials["zero3 4"], plan=reduced_whole(case.name, 4))
     size = sum(p.numel() * 4 for p in case.model().parameters())
     for found in run_ranks(2, _step, trials, timeout=300):
         assert not any(wrong for wrong, _, _ in found.values()), found
@@ -95,13 +109,18 @@ def test_zero1_reduces_once_and_zero2_never_holds_whole_gradients():
         held = {label: n / size for label, (_, _, n) in found.items()}
         assert held["ddp 4"] == pytest.approx(1.0, abs=0.02) and held["zero1 4"] == pytest.approx(1.0, abs=0.02)
         assert held["zero2 4"] == pytest.approx(0.5, abs=0.02) and held["zero3 4"] == pytest.approx(0.5, abs=0.02)
+        assert held["reduced whole 4"] == pytest.approx(1.0, abs=0.02)
+        for label, (_, _, measured) in found.items():
+            counted = gradient_bytes(trials[label].plan, captured(case.name).graph).values()
+            assert sum(g.sums for g in counted) == pytest.approx(measured, rel=0.002), label
 
 
 def test_the_whole_sums_of_zero1_are_counted():
     case = ALL["transformer"]
     pieces, whole = (plan_of(case.name, "zero1", 4, whole=w) for w in (False, True))
     graph = captured(case.name).graph
-    more = rank_memory(whole, graph, [0], [{}])[0]["gradients"] - rank_memory(pieces, graph, [0], [{}])[0]["gradients"]
+    held = [rank_memory(plan, graph, gradient_bytes(plan, graph), [0], [{}])[0]["gradients"] for plan in (whole, pieces)]
+    more = held[0] - held[1]
     assert more == pytest.approx(sum(p.numel() * 4 for p in case.model().parameters()), rel=0.02)
 
 
