@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
 import math
+import pickle
 
 import pytest
 import torch
@@ -154,3 +157,10 @@ def test_mesh_names_must_be_distinct():
 def test_placements_are_ordered_and_hashable():
     assert len({R, P, P_MAX, S(0), S(0, 3), Placement("R")}) == 5
     assert sorted([S(1), S(0)]) == [S(0), S(1)]
+
+
+def test_equal_placements_are_one_object_also_after_pickling_and_copying() -> None:
+    for p in (R, P, S(1), S(0, 3)):
+        same = [pickle.loads(pickle.dumps(p)), copy.deepcopy(p), dataclasses.replace(p), parse_placements(str(p))[0]]
+        assert all(q is p for q in same)
+    assert dataclasses.replace(S(1), dim=2) is S(2)

@@ -31,9 +31,12 @@ if TYPE_CHECKING:
     import torch
 
 
+_KNOWN: dict[tuple[str, int, int, str], Placement] = {}
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Placement:
-    """A tensor's placement over one mesh axis.
+    """A tensor's placement over one mesh axis. Equal ones are one object: planning compares them by the million.
 
     Attributes:
         kind: ``"R"``, ``"S"`` or ``"P"``.
@@ -46,6 +49,16 @@ class Placement:
     dim: int = 0
     split: int = 1
     op: str = "sum"
+
+    def __new__(cls, kind: str, dim: int = 0, split: int = 1, op: str = "sum") -> Placement:
+        key = (kind, dim, split, op)
+        return _KNOWN.get(key) or _KNOWN.setdefault(key, object.__new__(cls))
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __reduce__(self) -> tuple[type[Placement], tuple[str, int, int, str]]:
+        return Placement, (self.kind, self.dim, self.split, self.op)
 
     def __str__(self) -> str:
         if self.kind == "S":
