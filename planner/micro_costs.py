@@ -17,11 +17,13 @@ from dataclasses import replace
 import numpy as np
 
 from meshwright.planner.cost import CostModel
+from meshwright.planner.cost.steps import Steps
 from meshwright.planner.ir.cluster import Cluster, ClusterRow
+from meshwright.planner.ir.cuts import Cuts
 from meshwright.planner.ir.graph import Op, OpGraph, Value
 from meshwright.planner.ir.hardware import Hardware
 from meshwright.planner.ir.mesh import MeshShape
-from meshwright.planner.ir.redistribute import step_kind
+from meshwright.planner.ir.redistribute import KINDS, step_kind
 from meshwright.planner.ir.spec import Placement, Placements, R, Row
 from meshwright.planner.micro import TimeSpecs
 
@@ -135,6 +137,23 @@ class MicroCosts:
         over_time = placed if placed.is_shard and runs > 1 else R
         kind_, size, seconds = self._model.step_s(value, (over_time, *src), axis + 1, dst)
         return kind_, size, runs * seconds
+
+    def steps_s(self, steps: Steps) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes and seconds per step of training of many steps; each what :meth:`step_s` says of it.
+
+        The model gets every node twice: of the whole batch, and behind those of one micro-batch.
+        """
+        runs = np.array([[self.runs_of(v, kind) for kind in KINDS] for v in steps.values])[steps.of[steps.tails], steps.kinds]
+        placed = Cuts.of([(self.time.made[v.name],) for v in steps.values], 1)[steps.of]
+        whole, num_nodes = Cuts(np.full_like(placed.dim, -1), np.ones_like(placed.split)), len(steps.of)
+        twice = Cuts(
+            np.concatenate([np.hstack([time.dim, steps.cuts.dim]) for time in (whole, placed)]),
+            np.concatenate([np.hstack([time.split, steps.cuts.split]) for time in (whole, placed)]),
+        )
+        moved = np.where(runs > 1, num_nodes, 0)
+        of, tails, heads = np.tile(steps.of, 2), steps.tails + moved, steps.heads + moved
+        size, seconds = self._model.steps_s(Steps(steps.values, of, twice, tails, heads, steps.axes + 1, steps.kinds))
+        return size, runs * seconds
 
     def sort_of(self, value: Value) -> object:
         """What tells apart values whose steps cost otherwise although they look alike."""

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import TypeVar
+
+import numpy as np
 
 from meshwright.planner.cost.formulas import compiled
 from meshwright.planner.cost.links import Algorithm, algorithms_of
 from meshwright.planner.ir.hardware import Link
+
+Size = TypeVar("Size", float, np.ndarray)
 
 
 def _hops(algorithm: Algorithm, kind: str, group: int) -> float:
@@ -18,8 +23,8 @@ def _hops(algorithm: Algorithm, kind: str, group: int) -> float:
     return 0.0
 
 
-def algorithm_s(algorithm: Algorithm, link: Link, kind: str, group: int, size_bytes: float) -> float:
-    """Seconds of ``kind`` by one algorithm.
+def algorithm_s(algorithm: Algorithm, link: Link, kind: str, group: int, size_bytes: Size) -> Size:
+    """Seconds of ``kind`` by one algorithm, for one buffer or for each of several.
 
     Args:
         algorithm: how.
@@ -29,16 +34,14 @@ def algorithm_s(algorithm: Algorithm, link: Link, kind: str, group: int, size_by
         size_bytes: the larger of a rank's input and output.
     """
     volume = size_bytes if algorithm.once else compiled(f"{kind}_volume")(size_bytes, group)
-    return float(
-        compiled("collective_s")(
-            link.latency_s,
-            algorithm.base,
-            algorithm.hop,
-            _hops(algorithm, kind, group),
-            volume,
-            algorithm.fraction,
-            link.bytes_per_s,
-        )
+    return compiled("collective_s")(
+        link.latency_s,
+        algorithm.base,
+        algorithm.hop,
+        _hops(algorithm, kind, group),
+        volume,
+        algorithm.fraction,
+        link.bytes_per_s,
     )
 
 
@@ -51,7 +54,17 @@ def collective_s(link: Link, kind: str, group: int, size_bytes: int) -> float:
     """
     if group == 1:
         return 0.0
-    usable = [a for a in algorithms_of(link) if kind in a.kinds and group >= a.min_group]
-    if not usable:
+    return min(float(algorithm_s(a, link, kind, group, size_bytes)) for a in _usable(link, kind, group))
+
+
+def collectives_s(link: Link, kind: str, group: int, sizes_bytes: np.ndarray) -> np.ndarray:
+    """Likewise for several buffers in a group of more than one, float64 [buffers]."""
+    sizes = sizes_bytes.astype(float)
+    return np.min([algorithm_s(a, link, kind, group, sizes) for a in _usable(link, kind, group)], axis=0)
+
+
+def _usable(link: Link, kind: str, group: int) -> list[Algorithm]:
+    found = [a for a in algorithms_of(link) if kind in a.kinds and group >= a.min_group]
+    if not found:
         raise KeyError(kind)
-    return min(algorithm_s(a, link, kind, group, size_bytes) for a in usable)
+    return found

@@ -10,11 +10,13 @@ import numpy as np
 
 from meshwright.planner.cost import comm
 from meshwright.planner.cost.compute import cluster_seconds
+from meshwright.planner.cost.steps import Steps
 from meshwright.planner.ir.cluster import Cluster, ClusterRow
+from meshwright.planner.ir.cuts import are_scattered, padded, piece_numels
 from meshwright.planner.ir.graph import Value
 from meshwright.planner.ir.hardware import Hardware
 from meshwright.planner.ir.mesh import MeshShape
-from meshwright.planner.ir.redistribute import step_kind
+from meshwright.planner.ir.redistribute import KINDS, step_kind
 from meshwright.planner.ir.spec import Placement, Placements, local_numel, max_local_shape, plain_factor
 
 Candidate = tuple[ClusterRow, ...]
@@ -107,6 +109,25 @@ class CostModel:
             return kind, size, SLICE_S
         copies = sum(_is_scattered(shape, p, self.mesh.sizes, axis) for p in (src, after))
         return kind, size, self.collective_s(kind, axis, size) + copies * self._copy_s(size)
+
+    def steps_s(self, steps: Steps) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes and seconds of many steps, int64 and float64 [steps]: each what :meth:`step_s` says of it."""
+        sizes = self.mesh.sizes
+        shape = padded([v.shape for v in steps.values])[steps.of]
+        node_bytes = piece_numels(shape, steps.cuts, sizes) * np.array([v.dtype.itemsize for v in steps.values])[steps.of]
+        scattered = are_scattered(shape, steps.cuts, sizes)
+        size = np.maximum(node_bytes[steps.tails], node_bytes[steps.heads])
+        copies = scattered[steps.tails, steps.axes].astype(np.int64) + scattered[steps.heads, steps.axes]
+        seconds = np.zeros(len(size))
+        for axis, n in enumerate(sizes):
+            for k, kind in enumerate(KINDS if n > 1 else ()):
+                at = np.flatnonzero((steps.axes == axis) & (steps.kinds == k))
+                if kind == "slice":
+                    seconds[at] = SLICE_S
+                elif len(at):
+                    collective = comm.collectives_s(self.hardware.links[axis], kind, n, size[at])
+                    seconds[at] = collective + copies[at] * (2 * size[at] / self.hardware.device.memory_bytes_per_s)
+        return size, seconds
 
     def _copy_s(self, size_bytes: int) -> float:
         """Seconds to copy a buffer within the device: one read, one write."""

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from meshwright.planner.ir.spec import Placement, Placements, R, divides
 
 COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
+KINDS = ("slice", *COLLECTIVES)
 
 
 def step_kind(src: Placement, dst: Placement) -> str | None:

@@ -6,23 +6,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import numpy as np
 
+from meshwright.planner.cost.steps import Steps
+from meshwright.planner.ir.cuts import Cuts, divide, padded
 from meshwright.planner.ir.graph import Value
-from meshwright.planner.ir.redistribute import legal_step, step_kind
+from meshwright.planner.ir.redistribute import KINDS, step_kind
 from meshwright.planner.ir.spec import Placement, Placements, R
-from meshwright.planner.solve.candidates import even, pieces_exist
+from meshwright.planner.solve.candidates import pieces_exist
 from meshwright.planner.solve.problem import Network
 
 
 class StepCosts(Protocol):
-    """What pricing a step needs of the cost model."""
+    """What pricing steps needs of the cost model."""
 
-    def step_s(self, value: Value, src: Placements, axis: int, dst: Placement) -> tuple[str, int, float]: ...
+    def steps_s(self, steps: Steps) -> tuple[np.ndarray, np.ndarray]: ...
 
     def sort_of(self, value: Value) -> object: ...
 
@@ -33,71 +36,159 @@ class PlacementNetwork:
 
     Attributes:
         nodes: placements by node.
-        arcs: (axis, kind, bytes) by arc.
+        axes: mesh axis that an arc changes, int64 [arcs].
+        kinds: which step it is, index in :data:`~meshwright.planner.ir.redistribute.KINDS`, int64 [arcs].
+        bytes: the larger of its input and output on a rank, int64 [arcs].
         network: tails, heads and seconds.
     """
 
     nodes: tuple[Placements, ...]
-    arcs: tuple[tuple[int, str, int], ...]
+    axes: np.ndarray
+    kinds: np.ndarray
+    bytes: np.ndarray
     network: Network
 
+    @cached_property
+    def arcs(self) -> tuple[tuple[int, str, int], ...]:
+        """(axis, kind, bytes) by arc."""
+        kinds = [KINDS[k] for k in self.kinds.tolist()]
+        return tuple(zip(self.axes.tolist(), kinds, self.bytes.tolist(), strict=True))
+
+    @cached_property
     def index(self) -> dict[Placements, int]:
+        """Placements to node."""
         return {p: i for i, p in enumerate(self.nodes)}
 
+    def are(self, axes: Iterable[int], kinds: Iterable[str]) -> np.ndarray:
+        """Whether an arc is one of some kinds over one of some axes, bool [arcs]."""
+        of_kind = np.isin(self.kinds, [KINDS.index(k) for k in kinds])
+        return of_kind & np.isin(self.axes, list(axes))
 
-class Networks:
-    """Builds networks of values, each distinct one once."""
 
-    def __init__(self, costs: StepCosts, sizes: tuple[int, ...]):
-        self._costs = costs
-        self._sizes = sizes
-        self._built: dict[tuple, PlacementNetwork] = {}
+@dataclass(frozen=True)
+class Wish:
+    """A value whose network is wanted.
 
-    def of(self, value: Value, used: Iterable[Placements], *, uneven: bool) -> PlacementNetwork:
-        """The network of ``value`` over every combination of the placements used on each axis, and ``R``.
+    Attributes:
+        value: the tensor.
+        used: placements in which it is made or wanted, each once; always nodes.
+        uneven: whether nodes in between may have uneven pieces (parameters at rest and their gradients).
+    """
 
-        Args:
-            value: the tensor.
-            used: placements in which it is made or wanted; always nodes.
-            uneven: whether nodes in between may have uneven pieces (parameters at rest and their gradients).
-        """
-        known = tuple(dict.fromkeys(used))
-        key = (value.shape, value.dtype, known, uneven, self._costs.sort_of(value))
-        if key not in self._built:
-            self._built[key] = self._build(value, known, uneven)
-        return self._built[key]
+    value: Value
+    used: tuple[Placements, ...]
+    uneven: bool
 
-    def _build(self, value: Value, used: tuple[Placements, ...], uneven: bool) -> PlacementNetwork:
-        per_axis = [tuple(dict.fromkeys((*(p[a] for p in used), R))) for a in range(len(self._sizes))]
-        nodes = list(dict.fromkeys(used))
-        known = set(nodes)
-        for p in itertools.product(*per_axis):
-            if p not in known and self._exists(value, p, uneven):
-                nodes.append(p)
-        return self._connect(value, tuple(nodes), per_axis)
 
-    def _exists(self, value: Value, p: Placements, uneven: bool) -> bool:
-        return even(value.shape, p, self._sizes) or (uneven and pieces_exist(value.shape, p, self._sizes))
+def networks_of(wishes: Sequence[Wish], costs: StepCosts, sizes: tuple[int, ...]) -> list[PlacementNetwork]:
+    """The network of each value over every combination of the placements used on each axis, and ``R``; equal ones are one object."""
+    keys = [(w.value.shape, w.value.dtype, w.used, w.uneven, costs.sort_of(w.value)) for w in wishes]
+    first = dict(zip(reversed(keys), reversed(wishes), strict=True))
+    distinct = {key: first[key] for key in dict.fromkeys(keys)}
+    built = dict(zip(distinct, _priced(list(distinct.values()), costs, sizes), strict=True))
+    return [built[key] for key in keys]
 
-    def _connect(self, value: Value, nodes: tuple[Placements, ...], per_axis: list[Placements]) -> PlacementNetwork:
-        index = {p: i for i, p in enumerate(nodes)}
-        is_even = [even(value.shape, p, self._sizes) for p in nodes]
-        tails, heads, seconds, arcs = [], [], [], []
-        for tail, src in enumerate(nodes):
-            for axis, choices in enumerate(per_axis):
-                for dst in choices:
-                    head = index.get((*src[:axis], dst, *src[axis + 1 :]))
-                    if head is None or self._sizes[axis] == 1 or not legal_step(src, axis, dst):
-                        continue
-                    if step_kind(src[axis], dst) == "all_to_all" and not (is_even[tail] and is_even[head]):
-                        continue
-                    kind, size, cost = self._costs.step_s(value, src, axis, dst)
-                    tails.append(tail)
-                    heads.append(head)
-                    seconds.append(cost)
-                    arcs.append((axis, kind, size))
-        network = Network(len(nodes), np.array(tails, dtype=np.int64), np.array(heads, dtype=np.int64), np.array(seconds))
-        return PlacementNetwork(nodes, tuple(arcs), network)
+
+def _priced(wishes: Sequence[Wish], costs: StepCosts, sizes: tuple[int, ...]) -> list[PlacementNetwork]:
+    """One network per wish; all arcs are priced at once."""
+    if not wishes:
+        return []
+    parts = [_Part.of(_lattice(w.used, len(sizes)), w, sizes) for w in wishes]
+    num_nodes, num_arcs = [len(p.nodes) for p in parts], [len(p.tails) for p in parts]
+    offset = np.repeat(np.cumsum([0, *num_nodes[:-1]]), num_arcs)
+    size, seconds = costs.steps_s(
+        Steps(
+            tuple(w.value for w in wishes),
+            np.repeat(np.arange(len(wishes)), num_nodes),
+            Cuts(np.concatenate([p.cuts.dim for p in parts]), np.concatenate([p.cuts.split for p in parts])),
+            np.concatenate([p.tails for p in parts]) + offset,
+            np.concatenate([p.heads for p in parts]) + offset,
+            np.concatenate([p.axes for p in parts]),
+            np.concatenate([p.kinds for p in parts]),
+        )
+    )
+    ends = np.cumsum(num_arcs)[:-1]
+    return [
+        PlacementNetwork(p.nodes, p.axes, p.kinds, b, Network(len(p.nodes), p.tails, p.heads, s))
+        for p, b, s in zip(parts, np.split(size, ends), np.split(seconds, ends), strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class _Lattice:
+    """All combinations of some placements, and the steps between them, as far as no size has a say.
+
+    Attributes:
+        nodes: those that are used, then the others.
+        num_used: how many are used.
+        cuts: how each is cut, [nodes, axes].
+        tails, heads, axes, kinds: of the legal steps, by tail, axis and then in the order of the placements on that axis, int64 [steps].
+    """
+
+    nodes: tuple[Placements, ...]
+    num_used: int
+    cuts: Cuts
+    tails: np.ndarray
+    heads: np.ndarray
+    axes: np.ndarray
+    kinds: np.ndarray
+
+
+@lru_cache(maxsize=1 << 11)
+def _lattice(used: tuple[Placements, ...], num_axes: int) -> _Lattice:
+    per_axis = [tuple(dict.fromkeys((*(p[a] for p in used), R))) for a in range(num_axes)]
+    nodes = tuple(dict.fromkeys((*used, *itertools.product(*per_axis))))
+    codes = {p: k for k, p in enumerate(dict.fromkeys(itertools.chain(*per_axis)))}
+    at = np.array([[codes[p] for p in node] for node in nodes], dtype=np.int64)
+    kind = np.array([[_kind(src, dst) for dst in codes] for src in codes])
+    is_shard = np.array([p.is_shard for p in codes])[at]
+    found = []
+    for axis, choices in enumerate(per_axis):
+        rest = np.delete(at, axis, axis=1) @ len(codes) ** np.arange(num_axes - 1)
+        buried = is_shard[:, axis] & (at[:, axis + 1 :] == at[:, axis, None]).any(axis=1)
+        here, step = at[:, axis], kind[at[:, axis, None], at[None, :, axis]]
+        tails, heads = np.nonzero((rest[:, None] == rest) & (step >= 0) & ~buried[:, None] & ~buried)
+        order = np.array([choices.index(p) if p in choices else -1 for p in codes])[here[heads]]
+        found.append((tails, np.full(len(tails), axis), order, heads, step[tails, heads]))
+    tails, axes, order, heads, kinds = (np.concatenate(part) for part in zip(*found, strict=True))
+    by = np.lexsort((order, axes, tails))
+    return _Lattice(nodes, len(used), Cuts.of(nodes, num_axes), tails[by], heads[by], axes[by], kinds[by])
+
+
+def _kind(src: Placement, dst: Placement) -> int:
+    kind = step_kind(src, dst)
+    return -1 if kind is None else KINDS.index(kind)
+
+
+_ALL_TO_ALL = KINDS.index("all_to_all")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What there is of a lattice for one value on a mesh: nodes whose pieces exist, steps over axes of more than one device."""
+
+    nodes: tuple[Placements, ...]
+    cuts: Cuts
+    tails: np.ndarray
+    heads: np.ndarray
+    axes: np.ndarray
+    kinds: np.ndarray
+
+    @classmethod
+    def of(cls, lattice: _Lattice, wish: Wish, sizes: tuple[int, ...]) -> _Part:
+        shape = wish.value.shape
+        even = divide(padded([shape]), lattice.cuts, sizes)
+        exists = even.copy()
+        if wish.uneven:
+            for i in np.flatnonzero(~even).tolist():
+                exists[i] = pieces_exist(shape, lattice.nodes[i], sizes)
+        exists[: lattice.num_used] = True
+        tails, heads, axes, kinds = lattice.tails, lattice.heads, lattice.axes, lattice.kinds
+        kept = exists[tails] & exists[heads] & (np.array(sizes) > 1)[axes]
+        kept &= (kinds != _ALL_TO_ALL) | (even[tails] & even[heads])
+        number = np.cumsum(exists) - 1
+        nodes = tuple(itertools.compress(lattice.nodes, exists.tolist()))
+        return cls(nodes, lattice.cuts[exists], number[tails[kept]], number[heads[kept]], axes[kept], kinds[kept])
 
 
 def without_dominated(network: Network, allowed: np.ndarray) -> np.ndarray:

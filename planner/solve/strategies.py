@@ -353,9 +353,7 @@ class _Work:
                 if demand.choice is not None and demand.choice not in parameters:
                     self._keep(demand.choice, np.array([all(network.nodes[n][a] in made for a in whole) for n in demand.nodes]))
             if in_place:
-                self.arcs[index] = np.array(
-                    [not (axis in in_place and kind in _GATHERS) for axis, kind, _ in network.arcs], dtype=bool
-                )
+                self.arcs[index] = ~network.are(in_place, _GATHERS)
 
     def scatter(self) -> None:
         """Where parameters rest sharded by demand, their gradients are scattered, not reduced whole and then cut: under micro-batches the
@@ -368,9 +366,9 @@ class _Work:
             if not axes or flow.supply in parameters or not all(d.choice in late for d in flow.demands):
                 continue
             taken = [d.choice for d in flow.demands if d.choice in parameters]
-            forbidden = {a for a in axes if (a, "reduce_scatter") in {(axis, kind) for axis, kind, _ in network.arcs}}
+            forbidden = {a for a in axes if network.are([a], ["reduce_scatter"]).any()}
             forbidden = {a for a in forbidden if all(self._always_sharded(choice, a) for choice in taken if choice is not None)}
-            mask = np.array([not (axis in forbidden and kind == "all_reduce") for axis, kind, _ in network.arcs], dtype=bool)
+            mask = ~network.are(forbidden, ["all_reduce"])
             self.arcs[index] = self.arcs[index] & mask if index in self.arcs else mask
 
     def _always_sharded(self, choice: int, axis: int) -> bool:

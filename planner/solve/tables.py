@@ -13,20 +13,23 @@ from typing import Protocol
 
 import numpy as np
 
+from meshwright.planner.cost.steps import Steps
 from meshwright.planner.ir.cluster import Cluster, ClusterGraph, ClusterRow
 from meshwright.planner.ir.graph import OpGraph, Value
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.spec import Placement, Placements, R
 from meshwright.planner.solve.candidates import Candidate, Edges, cheapest_of_equals, even, expand, piece_bytes, storable
-from meshwright.planner.solve.keep import kept_bytes, root_of, with_kept
+from meshwright.planner.solve.keep import StepCosts, kept_bytes, root_of, with_kept
 from meshwright.planner.solve.memory import GATHERED_COPIES, parameters_with_gradient, resting
-from meshwright.planner.solve.network import Networks, PlacementNetwork, StepCosts
+from meshwright.planner.solve.network import PlacementNetwork, Wish, networks_of
 from meshwright.planner.solve.precision import unreduced_values
 from meshwright.planner.solve.problem import SEGMENTS, Choice, Demand, Flow, Peak, Problem
 from meshwright.planner.solve.program import NetworkCache
 from meshwright.planner.solve.results import ends_free, has_loss, parameter_of, phase_of_result
 from meshwright.planner.solve.rows import MemoryRows
 from meshwright.planner.solve.segments import hidden_values
+
+_REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 # A consumer of a value: ("in", class, slot), ("grad", class, 0), ("whole", 0, 0) or ("free", 0, 0).
 Reader = tuple[str, int, int]
@@ -38,6 +41,8 @@ class Costs(Protocol):
     def cluster_costs(self, cluster: Cluster, candidates: Sequence[tuple[ClusterRow, ...]]) -> np.ndarray: ...
 
     def step_s(self, value: Value, src: Placements, axis: int, dst: Placement) -> tuple[str, int, float]: ...
+
+    def steps_s(self, steps: Steps) -> tuple[np.ndarray, np.ndarray]: ...
 
     def sort_of(self, value: Value) -> object: ...
 
@@ -145,8 +150,10 @@ def build_tables(
         candidates.append(kept)
     points = MemoryRows(graph, clusters, dense, candidates, mesh.sizes)
     choices = [replace(c, memory_bytes=_added(c.memory_bytes, points.at_base(g))) for g, c in enumerate(choices)]
-    layout = _Flows(graph, clusters, dense, candidates, Networks(costs, mesh.sizes), mesh, precision, hidden)
-    flows = [layout.flow(group) for group in layout.groups()]
+    layout = _Flows(graph, clusters, dense, candidates, mesh, precision, hidden)
+    groups = layout.groups()
+    networks = networks_of([layout.wish(group) for group in groups], costs, mesh.sizes)
+    flows = [(layout.flow(g, network), network, g) for g, network in zip(groups, networks, strict=True)]
     peaks = (*points.peaks(), *_gathered(flows, clusters, members, mesh))
     return Tables(
         graph,
@@ -221,7 +228,6 @@ class _Flows:
         clusters: ClusterGraph,
         class_of: Sequence[int],
         candidates: Sequence[Sequence[Candidate]],
-        networks: Networks,
         mesh: MeshShape,
         precision: str | None,
         hidden: frozenset[tuple[str, str]],
@@ -229,7 +235,6 @@ class _Flows:
         self._clusters = clusters
         self._class_of = class_of
         self._candidates = candidates
-        self._networks = networks
         self._sizes = mesh.sizes
         self._unreduced = unreduced_values(graph) if precision == "bf16-mixed" else frozenset()
         self._readers: dict[tuple[str, str], dict[Reader, None]] = {}
@@ -296,16 +301,19 @@ class _Flows:
             return True
         return any(set(self._wanted(r)) - made for r in readers) or any(p.is_partial for ps in made for p in ps)
 
-    def flow(self, group: _Group) -> tuple[Flow, PlacementNetwork, _Group]:
-        cluster = self._clusters.clusters[self._class_of.index(group.supply)]
-        value = cluster.outs[group.slot]
-        made = self._made(group.supply, group.slot)
-        parameter = cluster.source is not None and cluster.source.role == "parameter"
-        used = [*made, *(p for r in group.readers for p in self._wanted(r))]
-        network = self._networks.of(value, used, uneven=parameter or any(kind == "grad" for kind, _, _ in group.readers))
-        index = network.index()
-        demands = tuple(self._demand(reader, index, value) for reader in group.readers)
-        flow = Flow(
+    def _cluster(self, group: _Group) -> Cluster:
+        return self._clusters.clusters[self._class_of.index(group.supply)]
+
+    def wish(self, group: _Group) -> Wish:
+        """The network that a flow needs."""
+        source = self._cluster(group).source
+        used = dict.fromkeys((*self._made(group.supply, group.slot), *(p for r in group.readers for p in self._wanted(r))))
+        uneven = (source is not None and source.role == "parameter") or any(kind == "grad" for kind, _, _ in group.readers)
+        return Wish(self._cluster(group).outs[group.slot], tuple(used), uneven)
+
+    def flow(self, group: _Group, network: PlacementNetwork) -> Flow:
+        value = self._cluster(group).outs[group.slot]
+        return Flow(
             value.name,
             sum(map(self._clusters.times, group.names)),
             SEGMENTS.index(group.phase),
@@ -313,10 +321,9 @@ class _Flows:
             network.network,
             self._allowed(group, network),
             group.supply,
-            np.array([index[p] for p in made], dtype=np.int64),
-            demands,
+            np.array([network.index[p] for p in self._made(group.supply, group.slot)], dtype=np.int64),
+            tuple(self._demand(reader, network.index, value) for reader in group.readers),
         )
-        return flow, network, group
 
     def _demand(self, reader: Reader, index: Mapping[Placements, int], value: Value) -> Demand:
         kind, choice, _ = reader
@@ -332,17 +339,13 @@ class _Flows:
 
     def _allowed(self, group: _Group, network: PlacementNetwork) -> np.ndarray:
         """All arcs; for a low-precision partial gradient only those that leave it partial, where its readers can read that."""
-        allowed = np.ones(len(network.arcs), dtype=bool)
+        allowed = np.ones(network.network.num_arcs, dtype=bool)
         if group.names[0] not in self._unreduced:
             return allowed
         for axis, size in enumerate(self._sizes):
             readable = all(any(p[axis].is_partial for p in self._wanted(r)) for r in group.readers)
             if size > 1 and readable:
-                reduces = [
-                    a == axis and network.nodes[int(t)][axis].is_partial
-                    for (a, _, _), t in zip(network.arcs, network.network.tails, strict=True)
-                ]
-                allowed &= ~np.array(reduces, dtype=bool)
+                allowed &= ~network.are([axis], _REDUCTIONS)
         return allowed
 
 
