@@ -133,6 +133,10 @@ class EngineStage(PipelineStage):
             self._wait("gradients", bwd_chunk_id, self.stage_index + 1)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
+    def _now(self) -> float:
+        """CPU seconds of this thread, where actions are logged: the clock takes as long as a kernel."""
+        return 0.0 if self.log is None else time.thread_time()
+
     def _ran(self, kind: str, chunk: int, began_s: float) -> None:
         if self.log is not None:
             seconds = time.thread_time() - began_s
@@ -162,7 +166,7 @@ class EngineStage(PipelineStage):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         self.journal.doing(f"computing F{fwd_chunk_id} of stage {self.stage_index}")
         received = self._take(self.args_recv_info[fwd_chunk_id])[: self._in] if not self.is_first else []
-        began_s = time.thread_time()
+        began_s = self._now()
         sent = self.run.forward(fwd_chunk_id, received, keep=self.has_backward)
         self._ran("F", fwd_chunk_id, began_s)
         self.journal.doing(f"communicating after F{fwd_chunk_id} of stage {self.stage_index}")
@@ -184,7 +188,7 @@ class EngineStage(PipelineStage):
         self.journal.doing(f"computing {letter}{bwd_chunk_id} of stage {self.stage_index}")
         self.fwd_cache.pop(bwd_chunk_id, None)
         given = [] if self.is_last else self._take(self.grad_recv_info[bwd_chunk_id])
-        began_s = time.thread_time()
+        began_s = self._now()
         made = self.run.backward(bwd_chunk_id, given[: len(self.run.program.downstream)], whole=full_backward)
         self._ran(letter, bwd_chunk_id, began_s)
         if not self.is_first:
@@ -194,7 +198,7 @@ class EngineStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if self.has_backward:
             self.journal.doing(f"computing W{bwd_chunk_id} of stage {self.stage_index}")
-            began_s = time.thread_time()
+            began_s = self._now()
             self.run.weights(bwd_chunk_id)
             self._ran("W", bwd_chunk_id, began_s)
 

@@ -25,6 +25,7 @@ from meshwright.planner.ir.spec import Placements, local_slice
 from meshwright.runtime.boxed import Boxed, boxed, in_a_list
 from meshwright.runtime.compile import compile_program, compiled_later
 from meshwright.runtime.device import use_device_kernels
+from meshwright.runtime.direct_calls import call_directly
 from meshwright.runtime.fused_bias import fuse_biases
 from meshwright.runtime.gather import gather_whole
 from meshwright.runtime.inplace import reduce_in_place
@@ -237,6 +238,7 @@ def bind_program(program: RankProgram, mesh: DeviceMesh, *, batch: str, compile:
         again = None if local.again is None else compiled_later(local.again, program.fake_mode)
     else:
         local = reduce_in_place(fuse_biases(local))
+        call_directly(local.graphs)
         again = None if local.again is None else local.again.forward
         forward, backward = local.forward.forward, None if local.backward is None else boxed(local.backward)
     return BoundProgram(

@@ -12,6 +12,7 @@ from meshwright.passes.lower_stages import StageProgram
 from meshwright.passes.weights_apart import split_backward
 from meshwright.runtime.compile import compile_module, compile_program, compiled_later
 from meshwright.runtime.device import use_device_kernels
+from meshwright.runtime.direct_calls import call_directly
 from meshwright.runtime.fused_bias import fuse_biases
 from meshwright.runtime.inplace import reduce_in_place
 
@@ -53,16 +54,20 @@ def bind_stage(program: StageProgram, fake_mode: Any, device: torch.device, *, s
     local = use_device_kernels(program.local, device)
     if not compile:
         local = reduce_in_place(fuse_biases(local))
+        call_directly(g for g in (local.again,) if g is not None)
     again = None if local.again is None else compiled_later(local.again, fake_mode) if compile else local.again.forward
     if local.backward is None or not splits:
         if compile:
             forward, backward = compile_program(local, fake_mode)
             return BoundStage(program, forward, backward, None, again)
+        call_directly(local.graphs)
         backward = None if local.backward is None else local.backward.forward
         return BoundStage(program, local.forward.forward, backward, None, again)
     count = len(local.gradients)
     halves = split_backward(local.backward, range(count - len(program.upstream), count))
     graphs = (local.forward, halves.first, halves.later)
+    if not compile:
+        call_directly(graphs)
     made = [compile_module(g, fake_mode) if compile else g.forward for g in graphs]
     return BoundStage(program, made[0], made[1], made[2], again)
 
@@ -174,7 +179,11 @@ class StageRun:
             self._add_gradients(bound.program, tuple(bound.later(*self._later.pop(i))))
 
     def _add_gradients(self, program: StageProgram, made: Sequence[torch.Tensor]) -> None:
-        for name, grad in zip(program.local.gradients, made, strict=False):
+        names = program.local.gradients[: len(made)]
+        if self._own.issuperset(names) and not any(name in self._dtypes for name in names):
+            torch._foreach_add_([self.sums[name] for name in names], list(made))
+            return
+        for name, grad in zip(names, made, strict=True):
             self._add(name, grad)
 
     def _add(self, name: str, value: torch.Tensor) -> None:
