@@ -30,6 +30,7 @@ from meshwright.planner.solve.candidates import Edges, edges
 from meshwright.planner.solve.diagnose import ROW_MARGIN, explain_infeasible
 from meshwright.planner.solve.floor import Floors
 from meshwright.planner.solve.follow import rows_following_batch
+from meshwright.planner.solve.foresight import Foresight, nothing_left
 from meshwright.planner.solve.memory import optimizer_bytes
 from meshwright.planner.solve.micro_batches import restrict_to_micro_batches
 from meshwright.planner.solve.optimise import (
@@ -37,12 +38,11 @@ from meshwright.planner.solve.optimise import (
     Excluded,
     Solution,
     Unlimited,
+    look_ahead,
     optimise,
     optimise_below,
-    relaxed_bound_s,
-    relaxed_plan,
+    settle_avoided,
 )
-from meshwright.planner.solve.outline import part_of, repeated_part, with_floor_of_the_rest
 from meshwright.planner.solve.pins import Pin, find_pins, restrict_to_pins
 from meshwright.planner.solve.price import Outcome, memory_of, objective_s, price
 from meshwright.planner.solve.problem import Problem, Restriction
@@ -50,9 +50,6 @@ from meshwright.planner.solve.rows import with_points
 from meshwright.planner.solve.strategies import batch_length, replicated_under, restrict, strategy_named
 from meshwright.planner.solve.tables import Tables, build_tables
 from meshwright.planner.weights import weigh
-
-# How hard to try for the bound of an outline: it orders meshes, and excludes the poor ones.
-_OUTLINED = Effort(gap=1e-3, rounds=4)
 
 
 @dataclass(frozen=True)
@@ -68,8 +65,6 @@ class Program:
         limit_bytes: memory limit per device.
         pins: what the user fixes, in the names of the program.
         recompute: what its backward computes again.
-        repeated: the clusters of the repeated block; None where there is none.
-        repeated_at: their indices among all clusters.
     """
 
     capture: Capture
@@ -80,8 +75,6 @@ class Program:
     limit_bytes: int
     pins: Mapping[str, Any]
     recompute: Recompute
-    repeated: ClusterGraph | None
-    repeated_at: tuple[int, ...]
 
     @classmethod
     def of(
@@ -104,9 +97,7 @@ class Program:
         clock = clock or Clock(options.progress)
         clusters = _clusters(capture, options, clock)
         floors, limit = Floors(clusters, hardware.device), options.memory_limit(hardware)
-        at = repeated_part(clusters, floors.counts)
-        repeated = part_of(clusters, at) if at else None
-        return cls(capture, clusters, floors, options, clock, limit, pins, recompute or Recompute(), repeated, at)
+        return cls(capture, clusters, floors, options, clock, limit, pins, recompute or Recompute())
 
     def floor_bytes(self, num_devices: int) -> float:
         """Lower bound of any plan's memory: parameters and saved activations sharded over all devices."""
@@ -203,6 +194,23 @@ def _costs(program: Program, where: LogicalMesh) -> CostModel | MicroCosts:
     return MicroCosts(where.hardware, where.mesh, program.time_rows)
 
 
+@dataclass(frozen=True)
+class _Task:
+    """A strategy's problem on a mesh.
+
+    Attributes:
+        tables: what it is made of.
+        problem: the numbers.
+        restriction: what the strategy, pins and axes take away.
+        ahead: what is known before it is solved.
+    """
+
+    tables: Tables
+    problem: Problem
+    restriction: Restriction
+    ahead: Foresight
+
+
 class OnMesh:
     """A program on one logical mesh.
 
@@ -222,6 +230,7 @@ class OnMesh:
         self.points: dict[str, int] = {}
         self.costs = _costs(program, where)
         self._built: dict[tuple[bool, ...], Tables] = {}
+        self._tasks: dict[tuple[str, bool], _Task] = {}
 
     @property
     def mesh(self) -> MeshShape:
@@ -292,29 +301,31 @@ class OnMesh:
         """What the solver may use."""
         return int(self.program.limit_bytes * (1 - ROW_MARGIN))
 
-    def outline_s(self, name: str, beat_s: float) -> float:
-        """A better lower bound of a strategy's plans than :attr:`floor_s`, from the repeated block alone; infinite where nothing
-        fits. The search for a higher one stops at ``beat_s``.
+    def bound_s(self, name: str, beat_s: float, effort: Effort | None = None) -> float:
+        """A better lower bound of a strategy's plans than :attr:`floor_s`; infinite where its demands contradict each other. The
+        search for a higher one stops at ``beat_s``.
 
         Raises:
-            InputError: the strategy cannot be had of this batch.
+            InputError: the strategy cannot be had of this batch, or a pin does not suit.
         """
-        if self._outline is None or self.program.options.pins:
-            return self.floor_s
-        with self.program.clock.phase("bound"):
-            whole = self._whole(name, self._outline)
-            bound = relaxed_bound_s(self._outline.problem, whole, self._outline.cache, _OUTLINED, beat_s)
-        return max(self.floor_s, bound)
+        return max(self.floor_s, self._task(name, limited=True, beat_s=beat_s, effort=effort).ahead.bound_s)
 
-    @cached_property
-    def _outline(self) -> Tables | None:
-        part = self.program.repeated
-        if part is None:
-            return None
-        with self.program.clock.phase("bound"):
-            kept = [[self.rows[i] for i in self.program.repeated_at]] * self.mesh.num_axes if self.rows else ()
-            tables = self._tables(part, part.class_of, kept)
-            return with_floor_of_the_rest(tables, self.program.clusters, self.program.floors)
+    def is_foreseen(self, name: str) -> bool:
+        """Whether :meth:`bound_s` met a plan on the way that is about as good as the bound says."""
+        ahead = self._task(name, limited=True, beat_s=math.inf).ahead
+        return ahead.about_s <= ahead.bound_s * (1 + self.program.options.effort.gap)
+
+    def _task(self, name: str, *, limited: bool, beat_s: float, effort: Effort | None = None) -> _Task:
+        """A strategy's problem, and what is known of it; computed once."""
+        if (name, limited) not in self._tasks:
+            tables = self.tables_for(name)
+            with self.program.clock.phase("bound"):
+                whole, effort = self._whole(name, tables), effort or self.program.options.effort
+                problem = replace(tables.problem, memory_limit_bytes=self._limit_bytes if limited else None)
+                settled = settle_avoided(problem, whole, tables.cache, effort)
+                ahead = look_ahead(problem, settled, tables.cache, effort, beat_s) if settled else nothing_left(problem)
+                self._tasks[name, limited] = _Task(tables, problem, settled or whole, ahead)
+        return self._tasks[name, limited]
 
     @property
     def state_bytes(self) -> int:
@@ -363,14 +374,12 @@ class OnMesh:
         Raises:
             InputError: the strategy cannot be had of this batch, or a pin does not suit.
         """
-        tables = self.tables_for(name)
+        task = self._task(name, limited=limited, beat_s=beat_s, effort=effort)
         with self.program.clock.phase("solve"):
-            whole = self._whole(name, tables)
-            problem = replace(tables.problem, memory_limit_bytes=self._limit_bytes if limited else None)
-            problem = with_points(tables, problem, self.points) if limited else problem
-            unlimited = Unlimited()
-            effort = effort or self.program.options.effort
-            solution = optimise_below(problem, whole, tables.cache, effort, beat_s, unlimited=unlimited)
+            tables, whole = task.tables, task.restriction
+            problem = with_points(tables, task.problem, self.points) if limited else task.problem
+            unlimited, effort = Unlimited(), effort or self.program.options.effort
+            solution = optimise_below(problem, whole, tables.cache, effort, beat_s, unlimited=unlimited, ahead=task.ahead)
             self.unlimited = unlimited if limited else self.unlimited
             if solution is None or isinstance(solution, Excluded):
                 return solution
@@ -406,12 +415,10 @@ class OnMesh:
         return sum(memory_of(problem, found.solution.chosen).values()) - most
 
     def free_peak_bytes(self) -> float:
-        """Memory of about the best plan without a limit: that of the first relaxation; infinite where that is fractional."""
-        tables = self.tables_for("auto")
-        with self.program.clock.phase("bound"):
-            free = replace(tables.problem, memory_limit_bytes=None)
-            chosen = relaxed_plan(free, self._whole("auto", tables), tables.cache, _OUTLINED)
-        return math.inf if chosen is None else float(sum(memory_of(free, chosen).values()))
+        """Memory of about the best plan without a limit; infinite where none was met."""
+        task = self._task("auto", limited=False, beat_s=math.inf)
+        chosen = task.ahead.chosen
+        return math.inf if chosen is None else float(sum(memory_of(task.problem, chosen).values()))
 
     def freed(self, found: Found) -> Found:
         """A strategy's plan on this mesh as one of the free search: its paths may be better ones."""

@@ -1,7 +1,7 @@
 """One strategy on several meshes: bounds first, then solving from the lowest bound on, until nothing better can be left.
 
-One axis is solved at once. Each other mesh only if its bounds leave room for a better plan: its compute alone (no tables), then
-its repeated block alone, then its relaxation.
+A mesh is solved only if its bounds leave room for a better plan: its compute alone (no tables), then what is foreseen without a
+solver, then its relaxation.
 """
 
 from __future__ import annotations
@@ -49,13 +49,22 @@ class Race:
     _points: dict[str, None] = field(default_factory=dict)
 
     def run(self, meshes: Sequence[OnMesh]) -> Race:
-        """Look at every mesh."""
-        at_once = [on for on in meshes if on.mesh.num_axes == 1 or len(meshes) == 1]
-        for on in at_once:
-            self._look_at(on, on.floor_s if math.isfinite(self.beat_s) else 0.0)
-        others = [on for on in meshes if on not in at_once]
-        for bound, k in sorted((bound, k) for k, bound in enumerate(self._bounds_s(others))):
-            self._look_at(others[k], bound)
+        """Look at every mesh: bounds first, of one axis and then of axes of about equal sizes, which are low as a rule; those well
+        above the lowest need not be tight."""
+        bounds, enough = dict[int, float](), math.inf
+        for k in sorted(range(len(meshes)), key=lambda k: (meshes[k].mesh.num_axes > 1, max(meshes[k].mesh.sizes))):
+            on = meshes[k]
+            enough = min(enough, self.beat_s)
+            bound = on.floor_s if on.floor_s >= enough else self._bound_s(on, enough)
+            if bound is None:
+                continue
+            if bound < enough and on.is_foreseen(self.name):  # then it costs next to nothing to know it
+                self._look_at(on, bound)
+            else:
+                bounds[k] = bound
+            enough = min(enough, bound * (1 + _CLOSE))
+        for k in sorted(bounds, key=lambda k: (bounds[k], k)):
+            self._look_at(meshes[k], bounds[k])
         return self
 
     def beat(self, found: Found) -> None:
@@ -70,7 +79,7 @@ class Race:
         for on in meshes:
             if on not in open_ones:
                 self._say(on, "excluded", on.floor_s, reason="compute alone takes that long")
-        promise = sorted((on.outline_s(self.name, self.beat_s), k) for k, on in enumerate(open_ones))
+        promise = sorted((on.bound_s(self.name, self.beat_s, self.effort), k) for k, on in enumerate(open_ones))
         for rank, (bound, k) in enumerate(promise):
             on = open_ones[k]
             found = self._solve(on) if bound < self.beat_s and rank < _REFINED else None
@@ -86,15 +95,14 @@ class Race:
         best_s = self.known_s if self.best is None else min(self.known_s, self.best.objective_s)
         return best_s * (1 - self.effort.gap)
 
-    def _bounds_s(self, meshes: Sequence[OnMesh]) -> list[float]:
-        """Lower bounds without whole problems; infinite where nothing fits. Well above the lowest they need not be tight: so those that
-        are low as a rule, of axes of about equal sizes, come first."""
-        found, enough = [on.floor_s for on in meshes], self.beat_s
-        for k in sorted(range(len(meshes)), key=lambda k: max(meshes[k].mesh.sizes)):
-            if self.name == "auto" and found[k] < self.beat_s:
-                found[k] = meshes[k].outline_s(self.name, enough)
-            enough = min(enough, found[k] * (1 + _CLOSE))
-        return found
+    def _bound_s(self, on: OnMesh, enough: float) -> float | None:
+        """A lower bound, not made any tighter than ``enough``; None where the strategy cannot be had on the mesh."""
+        try:
+            return on.bound_s(self.name, enough, self.effort)
+        except InputError as e:
+            self.refused = self.refused or e
+            self._say(on, "impossible", reason=str(e))
+            return None
 
     def _look_at(self, on: OnMesh, bound_s: float) -> None:
         """Solve on a mesh unless a bound settles it."""
@@ -102,16 +110,10 @@ class Race:
             self._say(on, "infeasible", reason="nothing fits")
             return
         if bound_s >= self.beat_s:
-            what = "compute alone takes" if bound_s <= on.floor_s else "its repeated blocks alone take"
+            what = "compute alone takes" if bound_s <= on.floor_s else "its relaxation takes"
             self._say(on, "excluded", bound_s, reason=f"{what} that long")
             return
-        try:
-            found = self._solve(on)
-        except InputError as e:
-            self.refused = self.refused or e
-            self._say(on, "impossible", reason=str(e))
-            return
-        self._take(on, found)
+        self._take(on, self._solve(on))
 
     def _solve(self, on: OnMesh) -> Found | Excluded | None:
         """The best plan on a mesh that fits; None where none was found.
@@ -140,7 +142,9 @@ class Race:
         return None
 
     def _take(self, on: OnMesh, found: Found | Excluded | None) -> None:
-        if found is None:
+        if found is None and math.isfinite(self.beat_s):
+            self._say(on, "not better", self.beat_s, reason="its plans that are faster do not fit")
+        elif found is None:
             self._say(on, "infeasible", reason="nothing fits")
         elif isinstance(found, Excluded) and found.bound_s < self.beat_s:
             self._say(on, "not better", found.bound_s, reason="its plans that are faster do not fit")
@@ -161,12 +165,7 @@ class Race:
 
     def free_bound_s(self) -> float:
         """Lower bound of any plan on any of the meshes if there were no memory limit."""
-        bounds = [
-            t.bound_s if t.verdict == "excluded" else max(on.unlimited.bound_s, on.floor_s)
-            for on, t in self.tried
-            if t.verdict != "impossible"
-        ]
-        return min((b for b in bounds if b is not None), default=math.inf)
+        return min((max(on.unlimited.bound_s, on.floor_s) for on, t in self.tried if t.verdict != "impossible"), default=math.inf)
 
     def on_infeasible(self) -> list[OnMesh]:
         return [on for on, t in self.tried if t.verdict == "infeasible"]

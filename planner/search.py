@@ -1,7 +1,7 @@
 """Search: from a captured program and the logical meshes that devices can make to a plan.
 
-The program is fused and folded once. One axis is solved at once; each other mesh only if its bounds leave room for a better plan:
-its compute alone (no tables), then its repeated block alone, then its relaxation, from the lowest bound on. A bound excludes a
+The program is fused and folded once. A mesh is solved only if its bounds leave room for a better plan: its compute alone (no
+tables), then what is foreseen without a solver, then its relaxation, from the lowest bound on. A bound excludes a
 mesh from within the gap on, so the plan's own gap holds over all of them. The named strategies are solved on the meshes that suit them
 and stand beside the plan, which is spelled out and priced again by walking the graph.
 
@@ -36,7 +36,7 @@ from meshwright.planner.spell import checked_plan
 __all__ = ["STRATEGIES", "Options", "make_plan", "search_plan", "strategy_named"]
 
 # What the strategies beside the plan are worth: they are for comparison, and stop at a wider gap.
-_COMPARED = Effort(gap=3e-2, nodes=20)
+_COMPARED = Effort(gap=3e-2, nodes=20, foreseen=1.0)
 # Mixtures are tried near the memory limit, where proofs are dear, and several of them.
 _MIXED = Effort(nodes=20)
 

@@ -292,7 +292,7 @@ class StageSearch:
         item.on = self._build(item)
         self._looked += 1
         try:
-            work_s = item.on.outline_s(self.name, math.inf) if self.name == "auto" else item.on.floor_s
+            work_s = item.on.bound_s(self.name, math.inf) if self.name == "auto" else item.on.floor_s
         except InputError as e:
             self.refused = self.refused or e
             return

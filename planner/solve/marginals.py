@@ -105,16 +105,27 @@ def proved_costs(
             matrix = slack[np.ix_(at, link.demand_nodes[kept[b]])]
             key = (min(a, b), max(a, b))
             pairs[key] = pairs.get(key, 0.0) + (matrix if a < b else matrix.T)
+    best = over_forests(alone, pairs)
+    found = [np.full(len(c), np.inf) for c in columns]
+    for floor, k, values in zip(found, kept, best, strict=True):
+        floor[k] = bound + values
+    return found
+
+
+def over_forests(alone: Sequence[np.ndarray], pairs: dict[tuple[int, int], np.ndarray]) -> list[np.ndarray]:
+    """Lower bounds of a sum over choices and pairs by candidate: the highest of those over several forests of pairs.
+
+    Args:
+        alone: choice to cost by candidate, at least 0.
+        pairs: (a, b), a below b, to cost by candidate of both, at least 0.
+    """
     best = [np.full(len(a), -np.inf) for a in alone]
     uses = dict.fromkeys(pairs, 0)
     for _ in range(FORESTS):
         forest = _forest(len(alone), pairs, uses)
         for marginal, floor in zip(_marginals(alone, pairs, forest), best, strict=True):
             np.maximum(floor, marginal, out=floor)
-    found = [np.full(len(c), np.inf) for c in columns]
-    for floor, k, values in zip(found, kept, best, strict=True):
-        floor[k] = bound + values
-    return found
+    return best
 
 
 # A forest: (child, parent, pair), parents before their children.

@@ -1,6 +1,7 @@
 """Solve a problem: bounds by prices, an integer program over what they found useful, then halves of what is left.
 
-A scan (:mod:`.scan`) gives a lower bound and plans, or mixtures of plans where memory binds; candidates that no plan within the gap
+What is foreseen without a solver (:mod:`.foresight`) drops most candidates: all that only plans use that cost more than a plan known,
+or more than is likely; where that turns out too little, the search starts again with more of them. Of what is left, a scan (:mod:`.scan`) gives a lower bound and plans, or mixtures of plans where memory binds; candidates that no plan within the gap
 can use are dropped (:mod:`.marginals`); an integer program over the candidates that any relaxation used gives a good plan. What gap
 is left is closed by branch and bound: the two plans that hold the bound down are torn apart (:mod:`.split`), and each half is
 scanned again.
@@ -16,10 +17,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.planner.solve.backend import Answer, LinearProgram, Solver
+from meshwright.planner.solve.foresight import Foresight, foresee, nothing_left
 from meshwright.planner.solve.marginals import proved_costs
-from meshwright.planner.solve.price import memory_of
+from meshwright.planner.solve.price import memory_of, objective_s, price
 from meshwright.planner.solve.problem import SEGMENTS, Problem, Restriction
-from meshwright.planner.solve.program import NetworkCache, Program, assemble
+from meshwright.planner.solve.program import NetworkCache, Program, assemble, scale_of
 from meshwright.planner.solve.scan import Cut, Scan
 from meshwright.planner.solve.split import halves
 
@@ -33,6 +35,10 @@ _SMALL = 6_000
 _RISE, _PATIENCE, _STALLED = 0.1, 8, 0.1
 # Relaxations after which the root looks for a plan, where none is known: with one, candidates can be dropped.
 _LEARNED = 2
+# Weights of overlap tried by messages before anything is solved.
+_FORESEEN = 12
+# How far above the bound that is foreseen the best plan is expected, at first and when that was wrong; then anywhere.
+_LIKELY = (1.05, 1.3, np.inf)
 # A new program is filled when at most this part of the candidates is left.
 _WORTH = 0.7
 
@@ -47,6 +53,7 @@ class Effort:
         time_limit_s: seconds for one integer program, for safety: never reached as a rule, and told when it is.
         rounds: prices tried by a scan at most.
         columns: columns of all relaxations together from which on no node is split; a count, as ``nodes``.
+        foreseen: part of ``gap`` at which a plan that is foreseen is taken without looking further.
     """
 
     gap: float = 1e-2
@@ -54,6 +61,7 @@ class Effort:
     time_limit_s: float = 30.0
     rounds: int = 12
     columns: int = 400_000
+    foreseen: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,7 @@ class Solution:
         chosen: candidate of every choice.
         objective_s: objective in seconds, tie-breaks and penalties included.
         bound_s: proved lower bound of it.
-        method: ``"lp"`` (relaxations alone), ``"mip"`` (integer programs too), ``"branch"`` (halves too); with ``", limit"`` where
+        method: ``"messages"`` (nothing was solved), ``"lp"`` (relaxations alone), ``"mip"`` (integer programs too), ``"branch"`` (halves too); with ``", limit"`` where
             the search stopped before the gap asked for.
         columns: columns of the program.
         rows: rows of the program.
@@ -116,7 +124,12 @@ def optimise(
     Raises:
         RuntimeError: a limit was reached without any plan found.
     """
-    found = optimise_below(problem, restriction, cache, effort, np.inf, objective=objective)
+    if _is_empty(restriction):
+        return None
+    effort = effort or Effort()
+    if objective != "time":
+        return _by_integers(problem, restriction, cache, effort, objective)
+    found = optimise_below(problem, restriction, cache, effort)
     assert not isinstance(found, Excluded)
     return found
 
@@ -125,44 +138,47 @@ def optimise_below(
     problem: Problem,
     restriction: Restriction,
     cache: NetworkCache,
-    effort: Effort | None,
-    beat_s: float,
+    effort: Effort,
+    beat_s: float = np.inf,
     *,
-    objective: str = "time",
     unlimited: Unlimited | None = None,
+    ahead: Foresight | None = None,
 ) -> Solution | Excluded | None:
     """As :func:`optimise`, but looks only for plans that cost less than ``beat_s``, and stops once there are none; fills
-    ``unlimited``."""
-    if any(not allowed.any() for allowed in restriction.allowed.values()):
-        return None
-    effort = effort or Effort()
-    if objective != "time":
-        return _by_integers(problem, restriction, cache, effort, objective)
-    if restriction.avoid:
-        settled = _settle_avoided(problem, restriction, cache, effort)
-        if settled is None:
-            return None
-        restriction = settled
-    return _Search(problem, restriction, cache, effort, beat_s, unlimited).run()
+    ``unlimited``.
 
-
-def relaxed_bound_s(
-    problem: Problem, restriction: Restriction, cache: NetworkCache, effort: Effort, beat_s: float = np.inf
-) -> float:
-    """A lower bound of every plan's objective from relaxations alone; infinite where nothing is feasible.
-
-    The search for a higher one stops once it reaches ``beat_s``.
+    ``ahead``: what :func:`look_ahead` said of this problem, or of the same with less memory in it.
     """
-    if any(not allowed.any() for allowed in restriction.allowed.values()):
-        return np.inf
-    return _Search(problem, restriction, cache, effort, beat_s).relaxed_bound_s()
+    settled = settle_avoided(problem, restriction, cache, effort)
+    if settled is None:
+        return None
+    ahead = ahead or look_ahead(problem, settled, cache, effort, beat_s)
+    unlimited = unlimited or Unlimited()
+    unlimited.bound_s = max(unlimited.bound_s, ahead.free_bound_s)
+    if ahead.bound_s >= beat_s:
+        return Excluded(ahead.bound_s)
+    for likely in _LIKELY:
+        cutoff_s = min(beat_s, likely * ahead.bound_s)
+        found = _Search(problem, settled, cache, effort, cutoff_s, unlimited, ahead).run()
+        if cutoff_s >= beat_s or (isinstance(found, Solution) and found.gap <= effort.gap):
+            break
+    return found
 
 
-def relaxed_plan(problem: Problem, restriction: Restriction, cache: NetworkCache, effort: Effort) -> tuple[int, ...] | None:
-    """The best plan that relaxations alone meet, without integer programs or halves; None where they are all fractional."""
-    search = _Search(problem, restriction, cache, effort, np.inf)
-    search.relaxed_bound_s()
-    return search.chosen
+def look_ahead(
+    problem: Problem, restriction: Restriction, cache: NetworkCache, effort: Effort, beat_s: float = np.inf
+) -> Foresight:
+    """What is known of a problem without solving it; avoided candidates count as forbidden only if :func:`settle_avoided` was asked.
+
+    The search for a higher bound stops once it reaches ``beat_s``.
+    """
+    if _is_empty(restriction):
+        return nothing_left(problem)
+    return foresee(problem, restriction, cache, gap=effort.gap, rounds=_FORESEEN, beat_s=beat_s)
+
+
+def _is_empty(restriction: Restriction) -> bool:
+    return any(not allowed.any() for allowed in restriction.allowed.values())
 
 
 def _by_integers(
@@ -187,13 +203,17 @@ def _by_integers(
     return Solution(program.candidates_of(answer.x), answer.objective, min(answer.bound, answer.objective), method, *sizes)
 
 
-def _settle_avoided(problem: Problem, restriction: Restriction, cache: NetworkCache, effort: Effort) -> Restriction | None:
-    """The restriction with avoided candidates forbidden wherever the fewest of them does without."""
-    fewest = optimise(problem, restriction, cache, replace(effort, gap=1e-6), objective="avoid")
+def settle_avoided(problem: Problem, restriction: Restriction, cache: NetworkCache, effort: Effort) -> Restriction | None:
+    """The restriction with avoided candidates forbidden wherever the fewest of them does without; None where nothing is left."""
+    if _is_empty(restriction):
+        return None
+    if not restriction.avoid:
+        return restriction
+    fewest = _by_integers(problem, restriction, cache, replace(effort, gap=1e-6), "avoid")
     if fewest is None:
         return None
     kept = {g: ~avoided for g, avoided in restriction.avoid.items() if not avoided[fewest.chosen[g]]}
-    return restriction.merged(Restriction(kept))
+    return replace(restriction.merged(Restriction(kept)), avoid={})
 
 
 @dataclass
@@ -246,7 +266,8 @@ class _Search:
         cache: NetworkCache,
         effort: Effort,
         beat_s: float,
-        unlimited: Unlimited | None = None,
+        unlimited: Unlimited,
+        ahead: Foresight,
     ):
         self.problem, self.cache, self.effort, self.beat_s = problem, cache, effort, beat_s
         everything = {g: np.ones(c.num_candidates, dtype=bool) for g, c in enumerate(problem.choices)}
@@ -254,19 +275,38 @@ class _Search:
         self.chosen: tuple[int, ...] | None = None
         self.upper, self.excluded = np.inf, np.inf
         """Cost of the best plan; every plan that was dropped costs at least ``excluded``."""
-        self.unlimited = unlimited or Unlimited()
-        self.has_charged = False
+        self.unlimited, self.ahead = unlimited, ahead
+        self.has_charged = not ahead.prices.is_free
         """Whether a memory row held a bound up: bounds from then on hold only for plans within the limit."""
-        self.scale = 1.0
+        self.scale = scale_of(problem)
         self.size = (0, 0)
         self.work = 0
         self.method = "lp"
         self._support = [np.zeros(c.num_candidates, dtype=bool) for c in problem.choices]
 
-    def relaxed_bound_s(self) -> float:
-        """The bound of the root's scan in seconds."""
-        self._scan(self.root, self.effort.rounds)
-        return min(self.root.lower, self.excluded) / self.scale
+    def _start(self) -> bool:
+        """Take the plan that was foreseen, if it fits, and drop what was proved to be of no interest; False where that is all."""
+        chosen = self.ahead.chosen
+        if chosen is not None:
+            outcome = price(self.problem, self.root.restriction, chosen)
+            self._offer(objective_s(self.problem, outcome, chosen) * self.scale, chosen)
+        self.root.lower = self.ahead.bound_s * self.scale
+        cutoff = min(self.upper, self._beat())
+        kept = self.ahead.below(self.root.restriction, cutoff / self.scale)
+        self.excluded = min(self.excluded, cutoff)
+        if kept is not None:
+            self.root.restriction = kept
+        return kept is not None
+
+    def _is_foreseen(self) -> bool:
+        """Whether a plan was foreseen that is of interest and so near to the bound that nothing is worth solving."""
+        return self.upper < self._beat() and self.upper - self.root.lower <= self.effort.foreseen * self.effort.gap * abs(
+            self.upper
+        )
+
+    def _solution(self, lower: float) -> Solution:
+        assert self.chosen is not None
+        return Solution(self.chosen, self.upper / self.scale, min(lower, self.upper) / self.scale, self.method, *self.size)
 
     def run(self) -> Solution | Excluded | None:
         """The best plan; what all cost where none is below ``beat_s``; None where nothing fits.
@@ -274,7 +314,11 @@ class _Search:
         Raises:
             RuntimeError: a limit was reached without any plan found.
         """
-        open_nodes = [self.root] if self._scan(self.root, self.effort.rounds) else []
+        is_open = self._start()
+        if self._is_foreseen():
+            self.method = "messages"
+            return self._solution(self.root.lower)
+        open_nodes = [self.root] if is_open and self._scan(self.root, self.effort.rounds) else []
         if open_nodes and not self._is_settled(self.root.lower):
             self._integers_on_support()
             if not self._is_settled(self.root.lower) and not self._integers_at_once():
@@ -285,7 +329,7 @@ class _Search:
             return Excluded(lower / self.scale)
         if self.chosen is None:
             return self._last_resort() if open_nodes else None
-        return Solution(self.chosen, self.upper / self.scale, lower / self.scale, self.method, *self.size)
+        return self._solution(lower)
 
     def _learn_unlimited(self, bound: float) -> None:
         """Take a bound that holds for all plans as long as memory was not charged for."""
@@ -339,7 +383,7 @@ class _Search:
     def _scan(self, node: _Node, rounds: int) -> bool:
         """Raise the node's bound; False where nothing of it is worth looking at any more."""
         program, solver = self._relaxation(node.restriction)
-        scan = node.scan or Scan(np.array([bool(h.any()) for h in program.hidden]))
+        scan = node.scan or Scan(np.array([bool(h.any()) for h in program.hidden]), self.ahead.prices.weights)
         weights = scan.propose()[1] if scan.cuts else scan.weights
         for done in range(rounds):
             if done == _LEARNED and node is self.root and not np.isfinite(self._target()):
@@ -377,7 +421,6 @@ class _Search:
 
     def _relaxation(self, restriction: Restriction) -> tuple[Program, Solver]:
         program = assemble(self.problem, restriction, self.cache)
-        self.scale = program.scale
         self.size = max(self.size, (program.arrays.num_columns, program.arrays.num_rows))
         return program, Solver(program.arrays, integer=False)
 
@@ -465,7 +508,7 @@ class _Search:
         if self.chosen is None:
             return None
         self.method = "mip" if answer.status == "optimal" else "mip, limit"
-        return Solution(self.chosen, self.upper / self.scale, min(answer.bound, self.upper) / self.scale, self.method, *self.size)
+        return self._solution(answer.bound)
 
     def _integers(self, restriction: Restriction) -> Answer:
         program = assemble(self.problem, restriction, self.cache)

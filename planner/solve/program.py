@@ -229,7 +229,7 @@ class _Assembly:
         self.rows = _Rows()
         self.objective = objective
         self.timed = objective == "time"
-        self.scale = _OBJECTIVE / _typical_seconds(problem) if self.timed else 1.0
+        self.scale = scale_of(problem) if self.timed else 1.0
         self.columns: list[np.ndarray] = []
         self.compute: list[list[tuple[int, float]]] = [[] for _ in SEGMENTS]
         self.hidden: list[list[tuple[int, float]]] = [[] for _ in SEGMENTS]
@@ -390,6 +390,11 @@ class _Assembly:
         """Smallest and largest value that the choices' candidates allow."""
         parts = [bytes_[self.columns[g] >= 0] for g, bytes_ in term]
         return sum(float(p.min()) for p in parts), sum(float(p.max()) for p in parts)
+
+
+def scale_of(problem: Problem) -> float:
+    """Objective units per second of all programs of a problem."""
+    return _OBJECTIVE / _typical_seconds(problem)
 
 
 def _typical_seconds(problem: Problem) -> float:

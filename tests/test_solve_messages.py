@@ -1,0 +1,99 @@
+"""Bounds by messages against the optimum, at any prices; and how tight they are where they should be exact."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from meshwright.planner.solve.bundle import Prices
+from meshwright.planner.solve.foresight import foresee
+from meshwright.planner.solve.messages import Messages
+from meshwright.planner.solve.optimise import optimise
+from meshwright.planner.solve.price import memory_of, objective_s, price
+from meshwright.planner.solve.problem import Problem, Restriction
+from meshwright.planner.solve.program import NetworkCache
+from tests.test_solve_program import EXACT, random_problem
+
+
+def least_with_each_candidate(problem: Problem) -> list[np.ndarray]:
+    """The optimum with each candidate fixed, by choice; infinite where nothing fits."""
+    found = []
+    for g, choice in enumerate(problem.choices):
+        alone = [Restriction({g: np.arange(choice.num_candidates) == c}) for c in range(choice.num_candidates)]
+        best = [optimise(problem, restriction, NetworkCache(), EXACT) for restriction in alone]
+        found.append(np.array([np.inf if b is None else b.objective_s for b in best]))
+    return found
+
+
+def random_prices(problem: Problem, rng: np.random.Generator) -> Prices:
+    """Weights of overlap, and a price of memory with a mixture of each peak's terms."""
+    byte_s = float(rng.choice([0.0, 0.1, 1.0, 5.0]))
+    mixtures = [byte_s * p.weight * rng.dirichlet(np.ones(len(p.terms))) * rng.random() for p in problem.peaks]
+    return Prices(rng.random(2), byte_s, np.concatenate(mixtures))
+
+
+def test_no_plan_that_fits_costs_less_than_the_messages_prove_at_any_prices_after_any_number_of_passes():
+    rng, looked_at = np.random.default_rng(0), 0
+    for seed in range(80):
+        problem = random_problem(seed)
+        least = least_with_each_candidate(problem)
+        messages = Messages(problem, Restriction(), NetworkCache())
+        for passes in (0, 1, 3):
+            prices = random_prices(problem, rng)
+            if problem.memory_limit_bytes is None:
+                prices = replace(prices, byte_s=0.0, term_s=np.zeros_like(prices.term_s))
+            messages.price(prices)
+            messages.sweep(passes)
+            bound, proved = messages.proved()
+            assert bound <= min(float(row.min()) for row in least) + 1e-6, (seed, passes)
+            for g, row in enumerate(least):
+                assert (proved[g] <= row + 1e-6).all(), (seed, passes, g)
+                looked_at += int(np.isfinite(row).sum())
+    assert looked_at > 500
+
+
+def test_what_is_foreseen_holds_and_the_plan_fits():
+    met = 0
+    for seed in range(150):
+        problem = random_problem(seed)
+        best = optimise(problem, Restriction(), NetworkCache(), EXACT)
+        ahead = foresee(problem, Restriction(), NetworkCache(), gap=1e-3, rounds=12)
+        expected = np.inf if best is None else best.objective_s
+        assert ahead.bound_s <= expected + 1e-6, seed
+        if ahead.chosen is None:
+            continue
+        met += 1
+        outcome = price(problem, Restriction(), ahead.chosen)
+        assert expected - 1e-6 <= objective_s(problem, outcome, ahead.chosen), seed
+        assert ahead.about_s <= objective_s(problem, outcome, ahead.chosen) + 1e-6, seed
+        limit = problem.memory_limit_bytes
+        assert limit is None or sum(memory_of(problem, ahead.chosen).values()) <= limit, seed
+    assert met > 60
+
+
+def test_a_chain_without_overlap_and_limit_is_solved_by_messages_alone():
+    """One reader per value and no cycle: the bound is the optimum, and each candidate's floor the optimum with it."""
+    exact = 0
+    for seed in range(200):
+        problem = replace(random_problem(seed), memory_limit_bytes=None, tie_hidden=1.0)
+        flows = {}
+        for flow in problem.flows:  # values between neighbours, each read once
+            demand = next((d for d in flow.demands if d.choice == flow.supply + 1), None)
+            if demand is not None:
+                flows[flow.supply] = replace(flow, demands=(demand,), hidden=False)
+        problem = replace(problem, flows=tuple(flows.values()))
+        least = least_with_each_candidate(problem)
+        if not np.isfinite(np.concatenate(least)).any():
+            continue
+        messages = Messages(problem, Restriction(), NetworkCache())
+        messages.sweep(1)
+        bound, proved = messages.proved()
+        assert bound == pytest.approx(min(float(row.min()) for row in least), abs=1e-5), seed
+        for floors, row in zip(proved, least, strict=True):
+            reachable = np.isfinite(row)
+            assert floors[reachable] == pytest.approx(row[reachable], abs=1e-5), seed
+            assert (floors[~reachable] > messages.unreachable_s / 2).all(), seed
+        exact += 1
+    assert exact > 100
