@@ -22,6 +22,8 @@ from meshwright.planner.solve.problem import SEGMENTS, Problem
 _STEP, _FIRST = 0.5, 0.03
 # Once the price of memory is more than that, it may change by so many times what it was.
 _FACTOR = 3.0
+# The box is made so much narrower where the bound fell, and wider where it rose.
+_NARROWER, _WIDER = 0.4, 2.0
 
 
 @dataclass(frozen=True)
@@ -88,13 +90,14 @@ class Bundle:
         """``hides``: by segment, whether anything can be hidden; ``limited``: whether memory is priced."""
         self.prices, self.bound = Prices.none(problem), -np.inf
         self.planes: list[Plane] = []
-        self._hides, self._limited = hides, limited
+        self._hides, self._limited, self._reach = hides, limited, 1.0
         self._unit = float(problem.memory_limit_bytes or 1)
         self._peak_of = np.repeat(np.arange(len(problem.peaks)), [len(p.terms) for p in problem.peaks])
         self._peak_weights = [p.weight for p in problem.peaks]
 
     def add(self, prices: Prices, bound: float, plane: Plane) -> None:
         self.planes.append(plane)
+        self._reach = min(1.0, self._reach * _WIDER) if bound >= self.bound else self._reach * _NARROWER
         if bound >= self.bound:
             self.bound, self.prices = bound, prices
 
@@ -104,7 +107,7 @@ class Bundle:
         at = self._vector(self.prices)
         most = max(_FACTOR * float(at[segments]), _FIRST * abs(self.bound)) if self._limited else 0.0
         of_terms = most * np.array(self._peak_weights)[self._peak_of] if terms else np.zeros(0)
-        step = np.array([*(_STEP * self._hides), most, *of_terms])
+        step = self._reach * np.array([*(_STEP * self._hides), most, *of_terms])
         lower, upper = np.maximum(at - step, 0.0), at + step
         upper[:segments] = np.minimum(upper[:segments], 1.0)
         planes = np.array(

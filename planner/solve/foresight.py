@@ -15,8 +15,8 @@ from meshwright.planner.solve.price import memory_of
 from meshwright.planner.solve.problem import Problem, Restriction
 from meshwright.planner.solve.program import NetworkCache, largest_memory_bytes
 
-# Passes of messages at the first prices and at each of the others; more change little (measured).
-_SWEEPS, _MORE_SWEEPS = 4, 2
+# Passes of messages at each of the prices; more change little (measured).
+_SWEEPS = 4
 # The search for prices ends where the bound rose by less than this part of the gap in so many rounds.
 _RISE, _PATIENCE = 0.3, 3
 # A bound so many times that without a memory limit: nothing fits, as a rule, and the solver says so sooner.
@@ -76,9 +76,9 @@ def foresee(
     prices, free_bound = bundle.prices, -np.inf
     proved = [np.full(c.num_candidates, -np.inf) for c in problem.choices]
     risen = [-np.inf] * _PATIENCE
-    for k in range(rounds):
+    for _ in range(rounds):
         messages.price(prices)
-        messages.sweep(_MORE_SWEEPS if k else _SWEEPS)
+        messages.sweep(_SWEEPS)
         bound, floors = messages.proved()
         for best, floor in zip(proved, floors, strict=True):
             np.maximum(best, floor, out=best)

@@ -21,8 +21,8 @@ from meshwright.planner.solve.marginals import over_forests
 from meshwright.planner.solve.problem import SEGMENTS, Demand, Flow, Problem, Restriction
 from meshwright.planner.solve.program import NetworkCache
 
-# Stands for "cannot be reached": so many times all compute.
-_FAR = 1e4
+# Stands for "cannot be reached": so many times all compute at its fastest. Far larger numbers would travel with the messages.
+_FAR = 100.0
 # Passes over the choices that improve a plan read off the messages, one choice at a time.
 _IMPROVEMENTS = 3
 
@@ -66,7 +66,7 @@ class Messages:
             np.flatnonzero(restriction.allowed[g]) if g in restriction.allowed else np.arange(c.num_candidates)
             for g, c in enumerate(problem.choices)
         ]
-        self.unreachable_s = _FAR * sum(float(c.count * c.compute_s.max()) for c in problem.choices) + _FAR * 1e-9
+        self.unreachable_s = _FAR * max(1e-9, sum(float(c.count * c.compute_s.min()) for c in problem.choices))
         self._own = [self._of_choice(g) for g in range(len(problem.choices))]
         self._between: dict[Pair, _Priced] = {}
         for index, flow in enumerate(problem.flows):
@@ -130,7 +130,9 @@ class Messages:
         return np.array([segment in found for segment in range(len(SEGMENTS))])
 
     def price(self, prices: Prices) -> None:
-        """Let things count by these prices from now on; the messages stay."""
+        """Let things count by these prices from now on. Messages start anew: old ones lead astray what has another price."""
+        for sent in self._sent.values():
+            sent.fill(0.0)
         self._base = prices.byte_s * self._over_bytes
         self._alone = [own.at(prices.weights) for own in self._own]
         self._pairs = {key: pair.at(prices.weights) for key, pair in self._between.items()}
