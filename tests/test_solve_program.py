@@ -13,7 +13,7 @@ from meshwright.planner.ir.errors import SolverError
 from meshwright.planner.solve import backend
 from meshwright.planner.solve.backend import Solver
 from meshwright.planner.solve.marginals import proved_costs
-from meshwright.planner.solve.optimise import Effort, Excluded, Solution, optimise, optimise_below, look_ahead
+from meshwright.planner.solve.optimise import Effort, Excluded, Solution, look_ahead, optimise, optimise_below
 from meshwright.planner.solve.paths import cheapest_tree
 from meshwright.planner.solve.price import objective_s, price
 from meshwright.planner.solve.problem import Choice, Demand, Flow, Network, Peak, Problem, Restriction

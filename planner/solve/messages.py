@@ -19,9 +19,9 @@ import numpy as np
 from meshwright.planner.solve.bundle import Plane, Prices
 from meshwright.planner.solve.marginals import over_forests
 from meshwright.planner.solve.problem import SEGMENTS, Demand, Flow, Problem, Restriction
-from meshwright.planner.solve.program import NetworkCache
+from meshwright.planner.solve.program import NetworkCache, typical_seconds
 
-# Stands for "cannot be reached": so many times all compute at its fastest. Far larger numbers would travel with the messages.
+# Stands for "cannot be reached": so many times a typical objective. Far larger numbers would travel with the messages.
 _FAR = 100.0
 # Passes over the choices that improve a plan read off the messages, one choice at a time.
 _IMPROVEMENTS = 3
@@ -66,7 +66,7 @@ class Messages:
             np.flatnonzero(restriction.allowed[g]) if g in restriction.allowed else np.arange(c.num_candidates)
             for g, c in enumerate(problem.choices)
         ]
-        self.unreachable_s = _FAR * max(1e-9, sum(float(c.count * c.compute_s.min()) for c in problem.choices))
+        self.unreachable_s = _FAR * typical_seconds(problem)
         self._own = [self._of_choice(g) for g in range(len(problem.choices))]
         self._between: dict[Pair, _Priced] = {}
         for index, flow in enumerate(problem.flows):

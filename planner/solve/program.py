@@ -394,10 +394,10 @@ class _Assembly:
 
 def scale_of(problem: Problem) -> float:
     """Objective units per second of all programs of a problem."""
-    return _OBJECTIVE / _typical_seconds(problem)
+    return _OBJECTIVE / typical_seconds(problem)
 
 
-def _typical_seconds(problem: Problem) -> float:
+def typical_seconds(problem: Problem) -> float:
     """Seconds of about the size of the objective: compute at its fastest, and each flow's median step."""
     compute = sum(float(c.count * c.compute_s.min()) for c in problem.choices)
     steps = sum(float(f.count * np.median(f.network.seconds)) for f in problem.flows if f.network.num_arcs)
