@@ -46,6 +46,23 @@ def _attribute(module: torch.nn.Module, path: str) -> Any:
     return module
 
 
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A joint graph as traced.
+
+    Attributes:
+        graph: its placeholders and output have torch's descriptors in ``meta["desc"]``.
+        constants: holds, as attributes, what its ``get_attr`` nodes name.
+        program: holds parameters and buffers by the names in the descriptors.
+        mode: of the fake tensors.
+    """
+
+    graph: fx.Graph
+    constants: torch.nn.Module
+    program: torch.nn.Module
+    mode: Any
+
+
 class Assembly:
     """Copies one traced joint graph into normal form: inputs, ops, outputs.
 
@@ -53,22 +70,13 @@ class Assembly:
         constants: values of the ``"constant"`` placeholders by name, filled by :meth:`run`.
     """
 
-    def __init__(
-        self,
-        exported: torch.nn.Module,
-        traced: fx.GraphModule,
-        parameters: StateNames,
-        buffers: StateNames,
-        call: Call,
-        mode: Any,
-    ):
+    def __init__(self, traced: Traced, parameters: StateNames, buffers: StateNames, call: Call):
         self.constants: dict[str, torch.Tensor] = {}
-        self._exported = exported
         self._traced = traced
         self._state = {"parameter": parameters, "buffer": buffers}
         self._call = call
-        self._mode = mode
-        self._builder = Builder(mode)
+        self._mode = traced.mode
+        self._builder = Builder(traced.mode)
         self._inputs: list[tuple[fx.Node, GraphInput]] = []
         self._holders = [n for n in traced.graph.nodes if n.op == "placeholder"]
         self._first = {**parameters.first_of(), **buffers.first_of()}
@@ -126,12 +134,12 @@ class Assembly:
     def _place_constants(self) -> None:
         """Tensors that capture baked in: attributes of the traced graph, and buffers that the model does not have."""
         found: list[tuple[fx.Node, Any]] = [
-            (n, _attribute(self._traced, n.target)) for n in self._traced.graph.nodes if n.op == "get_attr"
+            (n, _attribute(self._traced.constants, n.target)) for n in self._traced.graph.nodes if n.op == "get_attr"
         ]
         for old in self._holders:
             desc = old.meta["desc"]
             if isinstance(desc, ParamAOTInput | BufferAOTInput) and old not in self._builder.made:
-                found.append((old, _attribute(self._exported, desc.target)))
+                found.append((old, _attribute(self._traced.program, desc.target)))
         placed: dict[int, fx.Node] = {}
         for old, value in found:
             if id(value) not in placed and old.users:

@@ -68,6 +68,16 @@ _TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_s
 
 
 @contextlib.contextmanager
+def kept_back() -> Iterator[None]:
+    """What is printed inside is printed once the block has succeeded, and forgotten if it fails."""
+    printed, complaints = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):
+        yield
+    print(printed.getvalue(), end="")
+    print(complaints.getvalue(), end="", file=sys.stderr)
+
+
+@contextlib.contextmanager
 def explained(model: nn.Module) -> Iterator[None]:
     """Turns any exception inside into a :class:`TraceError` with the cause kept; torch's own reports stay silent.
 
@@ -76,9 +86,8 @@ def explained(model: nn.Module) -> Iterator[None]:
     levels = {name: logging.getLogger(name).level for name in _TALKATIVE}
     for name in levels:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    printed, complaints = io.StringIO(), io.StringIO()
     try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):
+        with kept_back():
             yield
     except TraceError:
         raise
@@ -87,5 +96,3 @@ def explained(model: nn.Module) -> Iterator[None]:
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
-    print(printed.getvalue(), end="")
-    print(complaints.getvalue(), end="", file=sys.stderr)

@@ -26,6 +26,12 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, requires_grad: bool = 
     return fake.requires_grad_() if requires_grad else fake
 
 
+def fake_as(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake CPU tensor of the same shape, strides and dtype, in memory of its own, that knows nothing of gradients."""
+    empty = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
+    return FakeTensor(mode, empty, torch.device("cpu"))
+
+
 @dataclass(frozen=True)
 class StateNames:
     """Which names stand for one tensor, for parameters or for buffers.

@@ -10,12 +10,15 @@ from types import TracebackType
 
 import torch
 from torch import fx
+from torch.fx.traceback import GRADIENT_ACC_SPECIAL_STACK
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*([^\n]*)')
 _NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
 
 
-def _is_users(path: str) -> bool:
+@lru_cache(maxsize=4096)
+def is_users(path: str) -> bool:
+    """Whether a file is neither torch's nor of the planner."""
     return not path.startswith("<") and not os.path.abspath(path).startswith(_NOT_THE_USERS)
 
 
@@ -26,8 +29,8 @@ def _line(path: str, number: int | str, function: str, text: str) -> str:
 @lru_cache(maxsize=4096)
 def source_of_stack(stack_trace: str) -> str:
     """The innermost line outside torch: ``"model.py:12, in forward: x = self.up(x)"``; ``""`` if there is none."""
-    for path, number, function, text in reversed(_FRAME.findall(stack_trace)):
-        if _is_users(path):
+    for path, number, function, text in reversed(_FRAME.findall(stack_trace.replace(GRADIENT_ACC_SPECIAL_STACK, ""))):
+        if is_users(path):
             return _line(path, number, function, text)
     return ""
 
@@ -35,7 +38,7 @@ def source_of_stack(stack_trace: str) -> str:
 def source_of_error(where: TracebackType | None) -> str:
     """The innermost line outside torch and the planner in an exception's traceback; ``""`` if there is none."""
     for frame in reversed(traceback.extract_tb(where)):
-        if _is_users(frame.filename):
+        if is_users(frame.filename):
             return _line(frame.filename, frame.lineno or 0, frame.name, frame.line or "")
     return ""
 

@@ -2,8 +2,10 @@
 
     capture(model, kwargs={"input_ids": ids, "labels": labels})
 
-runs the model once on fake tensors (no memory, no arithmetic) through ``torch.export`` and AOTAutograd, with the loss
-computed inside ``forward``, and puts the result into normal form (:mod:`~meshwright.planner.normalise`).
+runs the model once on fake tensors (no memory, no arithmetic), with the loss computed inside ``forward``, and puts the result
+into normal form (:mod:`~meshwright.planner.normalise`). The ops of that run and of its backward are written down as they
+come (:mod:`~meshwright.planner.record`); a model that does what is not followed so (memory written to and read by other names,
+custom ``autograd.Function``, autocast) goes through ``torch.export`` and AOTAutograd, three to four times slower.
 
 Shapes and dtypes of ``meta["val"]`` are exact; strides are not, for copies that only changed the memory layout are
 dropped: whoever runs the ops makes inputs dense for the kernels that need it (``passes.local`` does).
@@ -22,12 +24,13 @@ from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.planner import decompose, masks
-from meshwright.planner.assemble import Assembly
-from meshwright.planner.explain import explained
+from meshwright.planner import decompose, direct, masks
+from meshwright.planner.assemble import Assembly, Traced
+from meshwright.planner.explain import explained, kept_back
 from meshwright.planner.faking import buffer_names, cast_parameters, fake_like, faked, low_precision, parameter_names
 from meshwright.planner.ir.errors import InputError, TraceError
 from meshwright.planner.ir.graph import Capture
+from meshwright.planner.record import Unusual
 from meshwright.planner.structure import Call, flatten
 
 PRECISIONS = (None, "bf16-mixed")
@@ -94,13 +97,19 @@ def _written_back(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _custom_functions() -> Iterator[set[type]]:
-    """Collects the ``torch.autograd.Function`` classes that are applied while it is entered."""
+def _custom_functions(*, refused: bool = False) -> Iterator[set[type]]:
+    """Collects the ``torch.autograd.Function`` classes that are applied while it is entered.
+
+    Raises:
+        Unusual: on the first, where they are ``refused``.
+    """
     used: set[type] = set()
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         used.add(cls)
+        if refused:
+            raise Unusual("a custom autograd.Function")
         return original.__get__(None, cls)(*args, **kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
@@ -147,27 +156,49 @@ def as_captured(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[No
         yield
 
 
-def _joint_graph(program: _Program, call: Call, mode: FakeTensorMode, training: bool) -> tuple[nn.Module, fx.GraphModule]:
-    inputs = tuple(
-        fake_like(call.leaves[i], mode, requires_grad=training and call.leaves[i].requires_grad) for i in call.tensor_at
-    )
+@contextlib.contextmanager
+def _capturing(call: Call, mode: FakeTensorMode, training: bool) -> Iterator[tuple[torch.Tensor, ...]]:
+    """While entered, the model runs on fake tensors, with these inputs."""
+    leaves = [call.leaves[i] for i in call.tensor_at]
+    inputs = tuple(fake_like(x, mode, requires_grad=training and x.requires_grad) for x in leaves)
+    with mode, torch.set_grad_enabled(training), _no_fused_modules(), masks.as_in_eager(_gives_positions(call)):
+        yield inputs
+
+
+def _exported_joint(program: _Program, call: Call, mode: FakeTensorMode, training: bool) -> Traced:
+    """The joint graph by way of export and AOTAutograd."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mode)
-        stack.enter_context(torch.set_grad_enabled(training))
-        stack.enter_context(_no_fused_modules())
-        stack.enter_context(masks.as_in_eager(_gives_positions(call)))
+        inputs = stack.enter_context(_capturing(call, mode, training))
         exported = _exported(program, inputs)
-        joint = aot_export_joint_with_descriptors(stack, exported, inputs, decompositions=decompose.table())
-        return exported, joint.graph_module
+        joint = aot_export_joint_with_descriptors(stack, exported, inputs, decompositions=decompose.table()).graph_module
+        return Traced(joint.graph, joint, exported, mode)
 
 
-def _trace(
-    model: nn.Module, call: Call, mode: FakeTensorMode, training: bool, precision: str | None
-) -> tuple[nn.Module, fx.GraphModule]:
+def _recorded_joint(program: _Program, call: Call, mode: FakeTensorMode, training: bool) -> Traced:
+    """The joint graph in one pass.
+
+    Raises:
+        Exception: whatever the model raises; ``Unusual``, where one pass does not follow what it does.
+    """
+    with _capturing(call, mode, training) as inputs, _custom_functions(refused=True) as used:
+        recorder = direct.record(program, inputs, mode, decompose.table(), training)
+    if used:
+        raise Unusual("a custom autograd.Function")
+    return Traced(recorder.graph, recorder.holder, program, mode)
+
+
+def _trace(model: nn.Module, call: Call, training: bool, precision: str | None) -> Traced:
     program = _Program(model, call, training, precision)
     program.training = model.training
-    with faked(model, mode, training), explained(model):
-        return _joint_graph(program, call, mode, training)
+    with explained(model):
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        try:
+            with kept_back(), faked(model, mode, training):
+                return _recorded_joint(program, call, mode, training)
+        except Exception:  # whatever it is: the other way may follow it, or says it better
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with faked(model, mode, training):
+            return _exported_joint(program, call, mode, training)
 
 
 # --- the entry ----------------------------------------------------------------------------------------------------
@@ -222,9 +253,8 @@ def capture(
     _check(model, args, kwargs, precision)
     call = Call.of(args, dict(kwargs))
     backward = _wants_backward(model, call, training)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    exported, traced = _trace(model, call, mode, backward, precision)
-    done = Assembly(exported, traced, parameter_names(model), buffer_names(model), call, mode)
+    traced = _trace(model, call, backward, precision)
+    done = Assembly(traced, parameter_names(model), buffer_names(model), call)
     graph, view = done.run()
     return Capture(
         gm=fx.GraphModule(nn.Module(), graph, class_name="JointGraph"),
@@ -235,5 +265,5 @@ def capture(
         training=backward,
         precision=precision,
         constants=done.constants,
-        fake_mode=mode,
+        fake_mode=traced.mode,
     )

@@ -12,7 +12,9 @@ ROOT = Path(__file__).parents[1]
 PRIVATE_TORCH = {
     "planner/assemble.py",
     "planner/decompose.py",
+    "planner/direct.py",
     "planner/faking.py",
+    "planner/record.py",
     "planner/trace.py",
     "planner/walk.py",
     "runtime/compile.py",
