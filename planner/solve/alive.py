@@ -213,7 +213,8 @@ class _Step:
             size = self._bytes(value, wanted)
             self._hold("gathered" if parameter else "working", self.line.spans(readers[0], readers), size)
             if parameter:
-                self.ahead.append((phase, readers[0], size, self._bytes(value, self.made[name])))
+                piece = size if _is_put_in_order(self.made[name], wanted) else self._bytes(value, self.made[name])
+                self.ahead.append((phase, readers[0], size, piece))
             path = path_of(self.plan, value, phase, self.made[name], wanted)
             for between in path[1:-1]:
                 spans = self.line.spans(readers[0], readers[:1])
@@ -221,7 +222,7 @@ class _Step:
 
     def _fetched_ahead(self, phase: str, profiles: dict[str, np.ndarray]) -> None:
         """Copies of parameters that are under way or there before their first reader: the largest, or a buffer of small ones with
-        the pieces that it is gathered from; no more than is still to be read."""
+        the pieces that it is gathered from, or with the copies that are taken out of it; no more than is still to be read."""
         ahead = [(first, size, piece) for at, first, size, piece in self.ahead if at == phase]
         if not ahead:
             return
@@ -248,6 +249,11 @@ class _Step:
         if raw or self.small:
             on_the_way[-1] += min(self.small, BUCKET_BYTES)
             profiles["communication"] = on_the_way
+
+
+def _is_put_in_order(src: Placements, dst: Placements) -> bool:
+    """Whether pieces that were gathered do not lie one behind the other, so that the whole is a copy beside the buffer."""
+    return any(p.is_shard and (p.dim > 0 or p.split > 1) and q.is_replicate for p, q in zip(src, dst, strict=True))
 
 
 def _is_slice(src: Placements, dst: Placements) -> bool:
