@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
@@ -13,17 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright import collector
 from meshwright.debug import Progress
-from meshwright.first import FirstValues
 from meshwright.inputs import call_of, model_of
-from meshwright.lazy import LazyParallelModule, Maker
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.hardware import Hardware
 from meshwright.planner.ir.mesh import Cluster, MeshShape
 from meshwright.planner.ir.plan import Plan
 from meshwright.planning import Request, capture_call, model_name, one_of, plan_capture
-from meshwright.runtime.module import ParallelModule
-from meshwright.runtime.pipeline import PipelineModule
 from meshwright.target import target_of
+
+if TYPE_CHECKING:
+    from meshwright.runtime.module import ParallelModule
+    from meshwright.runtime.pipeline import PipelineModule
 
 BATCHES = ("global", "local")
 OUTPUTS = ("auto", "full")
@@ -162,6 +162,9 @@ def autoparallelize(
         RuntimeMismatchError: the plan is for another number of devices.
         MeshwrightError: what :func:`plan` raises.
     """
+    from meshwright.first import FirstValues
+    from meshwright.lazy import LazyParallelModule, Maker
+
     one_of("batch", batch, BATCHES)
     one_of("outputs", outputs, OUTPUTS)
     first = FirstValues.of(model, init)

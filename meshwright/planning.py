@@ -281,7 +281,7 @@ def _plan_with_or_without_stages(
 def _degrees_to_try(captured: Folded, target: Target, request: Request) -> tuple[int, ...]:
     """Numbers of pipeline ranks that strategy ``auto`` may look at; none where the user says where everything is."""
     said = request.pins or request.degrees or request.respect_axis_names or request.logical_mesh not in (None, "search")
-    view = captured.whole_view
+    view = captured.plannable.graph
     if request.strategy != "auto" or said or not target.searched or not view.outputs_of("gradient") or not has_loss(view):
         return ()
     devices, most = target.mesh.num_devices, min(MOST_STAGES, max(captured.num_parts, 2))

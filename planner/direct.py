@@ -18,7 +18,6 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTOutput,
     TangentAOTInput,
 )
-from torch._functorch._aot_autograd.frontend_utils import _detect_attribute_assignment
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.planner.faking import fake_like
@@ -62,6 +61,28 @@ def _no_autocast() -> Iterator[None]:
         torch.autocast.__enter__ = original  # type: ignore[method-assign]
 
 
+def _held(value: Any) -> Iterator[int]:
+    """``id`` of every tensor in a value."""
+    if isinstance(value, torch.Tensor):
+        yield id(value)
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _held(inner)
+
+
+@contextlib.contextmanager
+def _nothing_assigned(program: nn.Module) -> Iterator[None]:
+    """Checks that no module holds a tensor that it did not hold before.
+
+    Raises:
+        Unusual: one does.
+    """
+    before = [(module, set(_held(vars(module)))) for module in program.modules()]
+    yield
+    if any(not known.issuperset(_held(vars(module))) for module, known in before):
+        raise Unusual("forward assigns a tensor to a module")
+
+
 def record(
     program: nn.Module,
     inputs: Sequence[torch.Tensor],
@@ -83,7 +104,7 @@ def record(
         for context in (
             _as_exported(),
             _no_autocast(),
-            _detect_attribute_assignment(program),
+            _nothing_assigned(program),
             watched_modules(program, recorder),
         ):
             stack.enter_context(context)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
 
 from meshwright.planner.ir.errors import TraceError
 
@@ -28,8 +29,9 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, requires_grad: bool = 
 
 def fake_as(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     """A fake CPU tensor of the same shape, strides and dtype, in memory of its own, that knows nothing of gradients."""
-    empty = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
-    return FakeTensor(mode, empty, torch.device("cpu"))
+    with no_dispatch():
+        empty = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
+        return FakeTensor(mode, empty, torch.device("cpu"))
 
 
 @dataclass(frozen=True)

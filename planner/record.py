@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 
 from meshwright.planner.faking import fake_as
 from meshwright.planner.provenance import is_users
 
 aten = torch.ops.aten
+_DEVICE_OF = torch.ops.prim.device.default
 
 
 class Unusual(Exception):
@@ -200,6 +201,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is _DEVICE_OF and type(args[0]) is FakeTensor:
+            return args[0].fake_device
         if self.unusual or func.namespace == "prim":  # prim: questions about a tensor
             return func(*args, **kwargs)
         try:

@@ -32,10 +32,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import fx, nn
+from torch import fx
 
 from meshwright.planner.ir.graph import Capture, GraphOutput, Op, OpGraph, fx_value, ops_of
 from meshwright.planner.ir.recompute import Recompute
+from meshwright.planner.joint import joint_module
 from meshwright.planner.kinds import argument, packet
 from meshwright.planner.order import finish_gradients_early, widen_late
 from meshwright.planner.solve.backend import min_cut
@@ -289,7 +290,7 @@ def save_few(capture: Capture, kept: Set[str] | None = None) -> Capture:
     if not capture.training:
         return capture
     graph, view = rewritten(capture.gm.graph, capture.graph, choose_kept(capture.graph) if kept is None else kept)
-    return dataclasses.replace(capture, gm=fx.GraphModule(nn.Module(), graph, class_name="JointGraph"), graph=view)
+    return dataclasses.replace(capture, gm=joint_module(graph), graph=view)
 
 
 def rewritten(graph: fx.Graph, view: OpGraph, kept: Set[str]) -> tuple[fx.Graph, OpGraph]:

@@ -25,6 +25,7 @@ from meshwright.planner.faking import buffer_names, low_precision, parameter_nam
 from meshwright.planner.ir.errors import TraceError
 from meshwright.planner.ir.graph import Capture, OpGraph, Repeat, ops_of
 from meshwright.planner.ir.recompute import Recompute
+from meshwright.planner.joint import joint_module
 from meshwright.planner.parts import BlockList, find_lists, parts_of
 from meshwright.planner.splice import copy_name, splice
 
@@ -240,7 +241,7 @@ def _numbers(repeats: tuple[Repeat, ...]) -> dict[tuple[str, int], int]:
 
 
 def _with_graph(capture: Capture, graph: fx.Graph, view: OpGraph, repeats: tuple[Repeat, ...] = ()) -> Capture:
-    module = fx.GraphModule(nn.Module(), graph, class_name="JointGraph")
+    module = joint_module(graph)
     return dataclasses.replace(capture, gm=module, graph=view, repeats=repeats)
 
 

@@ -20,8 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.planner import decompose, direct, masks
@@ -30,6 +29,7 @@ from meshwright.planner.explain import explained, kept_back
 from meshwright.planner.faking import buffer_names, cast_parameters, fake_like, faked, low_precision, parameter_names
 from meshwright.planner.ir.errors import InputError, TraceError
 from meshwright.planner.ir.graph import Capture
+from meshwright.planner.joint import joint_module
 from meshwright.planner.record import Unusual
 from meshwright.planner.structure import Call, flatten
 
@@ -167,6 +167,8 @@ def _capturing(call: Call, mode: FakeTensorMode, training: bool) -> Iterator[tup
 
 def _exported_joint(program: _Program, call: Call, mode: FakeTensorMode, training: bool) -> Traced:
     """The joint graph by way of export and AOTAutograd."""
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # half a second
+
     with contextlib.ExitStack() as stack:
         inputs = stack.enter_context(_capturing(call, mode, training))
         exported = _exported(program, inputs)
@@ -257,7 +259,7 @@ def capture(
     done = Assembly(traced, parameter_names(model), buffer_names(model), call)
     graph, view = done.run()
     return Capture(
-        gm=fx.GraphModule(nn.Module(), graph, class_name="JointGraph"),
+        gm=joint_module(graph),
         graph=view,
         in_spec=call.spec,
         out_spec=call.out_spec,

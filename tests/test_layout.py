@@ -14,6 +14,7 @@ PRIVATE_TORCH = {
     "planner/decompose.py",
     "planner/direct.py",
     "planner/faking.py",
+    "planner/joint.py",
     "planner/record.py",
     "planner/trace.py",
     "planner/walk.py",

@@ -38,10 +38,11 @@ def told(capture):
     return [*map(repr, capture.graph.inputs), *map(repr, capture.graph.ops), *map(repr, capture.graph.outputs)]
 
 
-@pytest.mark.parametrize(
-    "name", ["cnn", "gpt2_dropout", "llama_tied_padded", "qwen3", "vit", "t5", "unet", "contrastive", "nested", "frozen"]
-)
-@pytest.mark.parametrize("training", [True, False])
+SAMPLE = ("cnn", "gpt2_dropout", "llama_tied_padded", "t5", "nested")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SAMPLE else pytest.mark.slow) for n in ALL])
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_recorded_program_is_the_exported_one(name, training, monkeypatch):
     case = ALL[name]
     asked = {"kwargs": case.batch(), "training": training}
