@@ -26,7 +26,7 @@ from meshwright.planner.ir.pipeline import SCHEDULES
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.recompute import LEVELS
 from meshwright.planner.ir.spec import parse_placements
-from meshwright.planner.meshes import LogicalMesh, MeshRequest, finer, logical_meshes
+from meshwright.planner.meshes import LogicalMesh, MeshRequest, finer, logical_meshes, meshes_in_roles
 from meshwright.planner.one_controller import controlled
 from meshwright.planner.pipelined import PipelineRequest
 from meshwright.planner.repeat import Folded, capture_folded
@@ -362,6 +362,8 @@ def _search_in_stages(
     def inside(degree: int) -> tuple[Sequence[LogicalMesh], Link]:
         of_stage, link = target.stage(degree)
         asked = _usual_degrees(request, of_stage).mesh_request()
+        if options.strategy == "auto" and asked.searches(of_stage.searched) and asked.pinned_axes is None:
+            return meshes_in_roles(of_stage.topology, asked), link
         return logical_meshes(of_stage.topology, asked, search=of_stage.searched), link
 
     devices = Devices(target.mesh.num_devices, inside)

@@ -16,7 +16,7 @@ from meshwright.planner.cost import Topology
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.hardware import Hardware
 from meshwright.planner.ir.mesh import MeshShape
-from meshwright.planner.solve.strategies import DEGREES, AxisRule, axis_name_rules
+from meshwright.planner.solve.strategies import DEGREES, ROLES, AxisRule, axis_name_rules
 
 # Axes of the meshes that are searched, and of those that the best of them are split into.
 AXES = 2
@@ -26,6 +26,7 @@ _ALIASES = {"data": "dp", "fsdp": "dp", "model": "tp"}
 _NOT_YET = ("pp", "ep")
 # Outer to inner, as most people do: looked at first. What is left for anything comes second.
 _USUAL = ("dp", "", "cp", "tp")
+_ROLES = ("dp", "cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,34 @@ def logical_meshes(topology: Topology, request: MeshRequest, *, search: bool) ->
     if request.pinned_axes in (None, plain.num_axes) and plain.num_axes <= AXES:
         found.insert(0, _arranged(topology, plain))
     return tuple(found) or (given,)
+
+
+def meshes_in_roles(topology: Topology, request: MeshRequest) -> tuple[LogicalMesh, ...]:
+    """The devices as ``dp`` x ``cp`` x ``tp`` in all sizes (those asked for), what computes follows batch and sequence over the first two.
+
+    Raises:
+        InputError: degrees that do not suit the number of devices, or unknown names.
+    """
+    asked = _checked_degrees(request.degrees or {}, topology.shape)
+    found: dict[tuple, LogicalMesh] = {}
+    for sizes in _three_factors(topology.shape.num_devices):
+        axes = dict(zip(_ROLES, sizes, strict=True))
+        if any(axes[name] != n for name, n in asked.items()):
+            continue
+        kept = [(name, n) for name, n in axes.items() if n > 1] or [(_ROLES[0], 1)]
+        mesh = MeshShape(tuple(n for _, n in kept), tuple(name for name, _ in kept))
+        if topology.ascending(mesh.sizes):
+            found[mesh.sizes, mesh.names] = _arranged(
+                topology, mesh, tuple(ROLES[name] for name in mesh.names), "the axes' roles"
+            )
+    return tuple(found.values())
+
+
+def _three_factors(devices: int) -> Iterator[tuple[int, int, int]]:
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    for tp, cp in itertools.product(divisors, divisors):
+        if devices % (tp * cp) == 0:
+            yield devices // (tp * cp), cp, tp
 
 
 def finer(topology: Topology, where: LogicalMesh) -> tuple[LogicalMesh, ...]:

@@ -7,8 +7,8 @@ The search over meshes asks three things of a mesh, from cheap to dear: :attr:`O
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -47,8 +47,9 @@ from meshwright.planner.solve.pins import Pin, find_pins, restrict_to_pins
 from meshwright.planner.solve.price import Outcome, memory_of, objective_s, price
 from meshwright.planner.solve.problem import Problem, Restriction
 from meshwright.planner.solve.rows import with_points
-from meshwright.planner.solve.strategies import batch_length, replicated_under, restrict, strategy_named
+from meshwright.planner.solve.strategies import followed, replicated_under, restrict, strategy_named
 from meshwright.planner.solve.tables import Tables, build_tables
+from meshwright.planner.stage_floor import KernelFloors
 from meshwright.planner.weights import weigh
 
 
@@ -65,6 +66,7 @@ class Program:
         limit_bytes: memory limit per device.
         pins: what the user fixes, in the names of the program.
         recompute: what its backward computes again.
+        known: what was found out on the way and does not depend on the mesh or the options.
     """
 
     capture: Capture
@@ -75,6 +77,7 @@ class Program:
     limit_bytes: int
     pins: Mapping[str, Any]
     recompute: Recompute
+    known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -229,7 +232,7 @@ class OnMesh:
         self.unlimited = Unlimited()
         self.points: dict[str, int] = {}
         self.costs = _costs(program, where)
-        self._built: dict[tuple[bool, ...], Tables] = {}
+        self._built: dict[tuple[str, ...], Tables] = {}
         self._tasks: dict[tuple[str, bool], _Task] = {}
 
     @property
@@ -260,20 +263,30 @@ class OnMesh:
 
     def tables_for(self, name: str) -> Tables:
         """The problem of a strategy: where all that computes follows the batch over an axis, with those rows alone there."""
-        follows = tuple(rule.compute == "follows batch" for rule in strategy_named(name).rules(self.mesh, self.where.rules))
+        follows = self._follows(name)
         if follows not in self._built:
             with self.program.clock.phase("build"):
                 self._built[follows] = self._tables(self.program.clusters, self._class_of, self._following(follows))
         return self._built[follows]
 
-    def _following(self, follows: Sequence[bool]) -> list[list[frozenset[Edges] | None]]:
-        """The rows kept where what computes follows the batch: that one alone."""
-        clusters, batch = self.program.clusters, batch_length(self.program.capture.graph)
+    def _follows(self, name: str) -> tuple[str, ...]:
+        """What computation follows over every axis, for a strategy and for what the axes are for."""
+        follows = tuple(rule.compute for rule in strategy_named(name).rules(self.mesh, self.where.rules))
+        uses = tuple(rule.compute for rule in self.where.rules) or follows
+        return tuple(use if follow == "free" else follow for follow, use in zip(follows, uses, strict=True))
+
+    def _following(self, follows: Sequence[str]) -> list[list[frozenset[Edges] | None]]:
+        """The rows kept where what computes follows the batch or the sequence: that one alone."""
+        clusters = self.program.clusters
         free: list[frozenset[Edges] | None] = [*self.rows] if self.rows else [None] * len(clusters.clusters)
         kept = [list(free) for _ in follows]
         for axis, (follow, size) in enumerate(zip(follows, self.mesh.sizes, strict=True)):
-            if follow and size > 1 and batch is not None:
-                rows = rows_following_batch(clusters, batch[1], size)
+            along = followed(self.program.capture.graph, follow)
+            if along is not None and size > 1:
+                key = "following", along[0], size
+                if key not in self.program.known:
+                    self.program.known[key] = rows_following_batch(clusters, along[1], size, along[0])
+                rows = self.program.known[key]
                 kept[axis] = [
                     None if c.source is not None else frozenset((edges(row),))
                     for c, row in zip(clusters.clusters, rows, strict=True)
@@ -347,8 +360,9 @@ class OnMesh:
         if self.program.options.micro_batches > 1:
             times, count = self.program.times, self.program.options.micro_batches
             parts.append((f"{count} micro-batches", restrict_to_micro_batches(tables, times.inputs, times.ops, count)))
-        if self.where.rules:
-            parts.append((self.where.demand, restrict(tables, self.where.rules, self.where.demand)))
+        if self.where.rules:  # the tables have no other rows than those that follow already
+            uses = [replace(rule, compute="free") for rule in self.where.rules]
+            parts.append((self.where.demand, restrict(tables, uses, self.where.demand)))
         return parts
 
     def _whole(self, name: str, tables: Tables) -> Restriction:
@@ -385,21 +399,27 @@ class OnMesh:
                 return solution
             return self._found(name, tables, problem, whole, solution)
 
-    def solve_priced(self, name: str, weight: float, effort: Effort) -> Found | None:
-        """A strategy's best plan here without a memory limit, but with memory at rest that costs ``weight`` times as much as what only
-        breaks ties; None where its demands contradict each other.
+    def solve_changed(
+        self, name: str, change: Callable[[Tables], Problem], effort: Effort, objective: str = "time"
+    ) -> Found | None:
+        """A strategy's best plan here of a problem that ``change`` makes of the usual one: with another memory, or another limit; None
+        where nothing fits, or its demands contradict each other. What the plan costs is told as without the change.
 
         Raises:
             InputError: the strategy cannot be had of this batch, or a pin does not suit.
         """
         tables = self.tables_for(name)
         with self.program.clock.phase("solve"):
-            whole, per_byte = self._whole(name, tables), weight * tables.problem.tie_memory_s_per_byte
-            problem = replace(tables.problem, memory_limit_bytes=None, tie_memory_s_per_byte=per_byte)
-            solution = optimise(problem, whole, tables.cache, effort)
-            if solution is None:
-                return None
-            return self._found(name, tables, problem, whole, solution)
+            whole, problem = self._whole(name, tables), replace(tables.problem, memory_limit_bytes=None)
+            solution = optimise(change(tables), whole, tables.cache, effort, objective=objective)
+            return None if solution is None else self._found(name, tables, problem, whole, solution)
+
+    def kernels_s(self) -> float:
+        """A lower bound of any plan's time here, from kernels of the size of a micro-batch: between :attr:`floor_s` and a solution."""
+        with self.program.clock.phase("bound"):
+            follows = self._follows("auto")
+            floors = self.program.known.setdefault("kernels", KernelFloors(self.program.clusters))
+            return float(floors.seconds(self.mesh.sizes, follows, self._following(follows), self.costs))
 
     def _found(self, name: str, tables: Tables, problem: Problem, whole: Restriction, solution: Solution) -> Found:
         """A solution with what it costs and what is to be said of it."""

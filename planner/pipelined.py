@@ -6,7 +6,7 @@ collectives are priced at the size of a micro-batch; what is done once per step 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -19,12 +19,13 @@ from meshwright.planner.ir.cluster import ClusterGraph
 from meshwright.planner.ir.errors import InfeasibleError
 from meshwright.planner.ir.graph import OpGraph
 from meshwright.planner.ir.hardware import Hardware, Link
-from meshwright.planner.ir.pipeline import Pipeline, stage_of_op
+from meshwright.planner.ir.pipeline import Pipeline
 from meshwright.planner.ir.plan import Plan, Prediction
 from meshwright.planner.ir.verify import made_placements, parameter_behind
 from meshwright.planner.micro import TimeSpecs, time_specs
 from meshwright.planner.micro_costs import MicroCosts, TimeRows
 from meshwright.planner.orders import Action, orders
+from meshwright.planner.places import Places, places_in_whole
 from meshwright.planner.simulate import Simulated, StageBytes, simulate
 from meshwright.planner.solve.alive import beside_saved
 from meshwright.planner.solve.diagnose import WHAT_TO_DO, size_text
@@ -32,7 +33,7 @@ from meshwright.planner.solve.problem import SEGMENTS
 from meshwright.planner.solve.segments import hidden_values
 from meshwright.planner.solve.strategies import strategy_named
 from meshwright.planner.stage_cuts import Profile, choose_cuts, places_of, profile
-from meshwright.planner.stage_memory import GradientBytes, gradient_bytes, rank_memory
+from meshwright.planner.stage_memory import Resting, gradient_bytes, rank_memory, resting_of
 from meshwright.planner.traffic import moved_bytes
 
 _EACH_FOR_ITSELF = ClusterGraph((), (), ())
@@ -104,6 +105,9 @@ class Uncut:
         link: between neighbouring stages.
         limit_bytes: memory per device.
         sums_whole: whether gradients of kept parameters are to be summed whole; None: as the plan's strategy says.
+        places: where the program's ops stand in the whole one; None: it is the whole one.
+        clusters: for how much of the whole one its ops and values stand.
+        whole_graph: makes the whole program, where this is not it.
     """
 
     plan: Plan
@@ -114,6 +118,9 @@ class Uncut:
     link: Link
     limit_bytes: int
     sums_whole: bool | None = None
+    places: Places | None = None
+    clusters: ClusterGraph = _EACH_FOR_ITSELF
+    whole_graph: Callable[[], OpGraph] | None = None
     _shared: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -135,35 +142,46 @@ class Uncut:
     @cached_property
     def profile(self) -> Profile:
         """Work and bytes along the program."""
-        return profile(self.graph, self.plan, self.costs, self.lying.hides)
+        return profile(self.graph, self.plan, self.costs, self.lying.hides, self.places)
 
     @property
-    def beside(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Bytes that running takes besides what is saved, by category, and the place of each point among the forward ops."""
-        if "beside" not in self._shared:
-            self._shared["beside"] = self._find_beside()
-        found: tuple[np.ndarray, dict[str, np.ndarray]] = self._shared["beside"]
-        return found
-
-    @property
-    def gradients(self) -> Mapping[str, GradientBytes]:
-        """What gradients take on a device, by value name of the parameter."""
-        key = "gradients", self.whole_gradients
+    def resting(self) -> Resting:
+        """What is held for parameters."""
+        key = "resting", self.whole_gradients
         if key not in self._shared:
-            self._shared[key] = gradient_bytes(replace(self.plan, pipeline=self._in_one_piece()), self.graph)
-        found: Mapping[str, GradientBytes] = self._shared[key]
+            gradients = gradient_bytes(replace(self.plan, pipeline=self._in_one_piece()), self.graph)
+            self._shared[key] = resting_of(self.plan, self.graph, gradients, self.places)
+        found: Resting = self._shared[key]
         return found
 
     def _in_one_piece(self) -> Pipeline:
         times = self.lying.times
         return Pipeline(1, "gpipe", (), self.micro_batches, times.inputs, times.ops, self.whole_gradients)
 
-    def _find_beside(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    @property
+    def beside(self) -> dict[str, np.ndarray]:
+        """Bytes that running takes besides what is saved, by category, at the worst moment of each forward op and its backward."""
+        if "beside" not in self._shared:
+            self._shared["beside"] = self._find_beside()
+        found: dict[str, np.ndarray] = self._shared["beside"]
+        return found
+
+    def _find_beside(self) -> dict[str, np.ndarray]:
         over_time = self.costs.time.made if isinstance(self.costs, MicroCosts) else {}
         made = made_placements(self.plan, self.graph)
-        names, found = beside_saved(self.plan, self.graph, _EACH_FOR_ITSELF, made, over_time, self.micro_batches)
-        place = places_of(self.graph)
-        return np.array([place[n] for n in names], dtype=np.int64), found
+        names, found = beside_saved(self.plan, self.graph, self.clusters, made, over_time, self.micro_batches)
+        place, total = places_of(self.graph), sum(found.values(), np.zeros(len(names)))
+        worst: dict[int, int] = {}
+        for point, name in enumerate(names):
+            at = place[name]
+            worst[at] = point if at not in worst or total[point] > total[worst[at]] else worst[at]
+        spread = self.places or places_in_whole(self.graph, ())
+        assert spread is not None, "a program without repeats stands for itself"
+        whole = {category: np.zeros(len(spread.names)) for category in found}
+        for at, point in worst.items():
+            for category, sizes in found.items():
+                whole[category][spread.all_of(at)] = sizes[point]
+        return whole
 
     def cut(self, request: PipelineRequest) -> Plan:
         """In stages, for a request that leaves nothing open, whether or not it fits.
@@ -174,7 +192,8 @@ class Uncut:
         assert request.schedule is not None and request.stages_per_rank is not None
         count = request.degree * request.stages_per_rank
         if request.homes is not None:
-            return self.cut_at(request, cuts_at_homes(self.graph, request.homes, count, self.profile.alive_bytes))
+            whole = self.graph if self.whole_graph is None else self.whole_graph()
+            return self.cut_at(request, cuts_at_homes(whole, request.homes, count, self.profile.alive_bytes))
         if count not in self._shared:
             self._shared[count] = choose_cuts(self.profile, count, self.link, self.micro_batches)
         return self.cut_at(request, self._shared[count])
@@ -189,20 +208,28 @@ class Uncut:
         staged = replace(self.plan, pipeline=pipeline, memory_limit_bytes=self.limit_bytes, collectives=())
         return replace(staged, predicted=self._predicted(staged))
 
-    def memory(self, staged: Plan) -> list[dict[str, int]]:
-        """Bytes by category on every rank of a plan that :meth:`cut` made."""
-        peaks = simulated(staged, self.profile, self.link).peak_bytes
-        return rank_memory(staged, self.graph, self.gradients, peaks, self._beside(staged))
+    def memory(self, staged: Plan, peak_bytes: Sequence[float] | None = None) -> list[dict[str, int]]:
+        """Bytes by category on every rank of a plan that :meth:`cut` made; ``peak_bytes``: of what is in flight, if known."""
+        assert staged.pipeline is not None
+        cuts = [self._index[name] for name in staged.pipeline.cuts]
+        flying = simulated(staged, self.profile, self.link).peak_bytes if peak_bytes is None else peak_bytes
+        return rank_memory(staged, self.resting, cuts, flying, self._beside(staged, cuts))
 
-    def _beside(self, staged: Plan) -> list[dict[str, int]]:
+    @property
+    def _index(self) -> dict[str, int]:
+        if "index" not in self._shared:
+            self._shared["index"] = {name: i for i, name in enumerate(self.profile.names)}
+        found: dict[str, int] = self._shared["index"]
+        return found
+
+    def _beside(self, staged: Plan, cuts: Sequence[int]) -> list[dict[str, int]]:
         """Per rank, the most that running takes besides what is saved, at the moment when that is most."""
         pipeline = staged.pipeline
         assert pipeline is not None
-        place, found = self.beside
-        edges = [self.profile.names.index(name) for name in pipeline.cuts]
-        rank = np.array([pipeline.rank_of(s) for s in range(pipeline.num_stages)])[np.searchsorted(edges, place)]
-        total = sum(found.values(), np.zeros(len(place)))
-        fullest = [int(np.argmax(np.where(rank == r, total, -1.0))) if len(place) else 0 for r in range(pipeline.degree)]
+        found, total = self.beside, sum(self.beside.values(), np.zeros(len(self.profile.names)))
+        ranks = np.array([pipeline.rank_of(s) for s in range(pipeline.num_stages)])
+        rank = ranks[np.searchsorted(np.asarray(cuts, dtype=np.int64), np.arange(len(total)))]
+        fullest = [int(np.argmax(np.where(rank == r, total, -1.0))) if len(total) else 0 for r in range(pipeline.degree)]
         return [{k: int(p[at]) for k, p in found.items() if p[at] > 0} for at in fullest]
 
     def _predicted(self, staged: Plan) -> Prediction:
@@ -215,10 +242,7 @@ class Uncut:
             exposed_s=before.exposed_s * scale + step.step_s - slowest + once_s,
             hidden_s=before.hidden_s * scale,
             step_time_s=step.step_s + once_s,
-            memory_bytes=max(
-                rank_memory(staged, self.graph, self.gradients, step.peak_bytes, self._beside(staged)),
-                key=lambda m: sum(m.values()),
-            ),
+            memory_bytes=max(self.memory(staged, step.peak_bytes), key=lambda m: sum(m.values())),
             moved_bytes=moved_bytes(staged.pipeline, self.profile, self.plan.collectives),
         )
 
@@ -226,7 +250,7 @@ class Uncut:
         """Per rank, the seconds of what is done once per step."""
         pipeline, found = staged.pipeline, self.profile
         assert pipeline is not None
-        edges = [found.names.index(name) + 1 for name in pipeline.cuts]
+        edges = [self._index[name] + 1 for name in pipeline.cuts]
         parts = [float(part.sum()) for part in np.split(found.once_s, edges)]
         return [sum(parts[s] for s in pipeline.stages_of(rank)) for rank in range(pipeline.degree)]
 
@@ -258,15 +282,17 @@ def too_large(uncut: Uncut, staged: Plan) -> InfeasibleError:
 def held_by_stage(plan: Plan, found: Profile) -> list[StageBytes]:
     """What each stage holds for its backward, for the whole batch; what the backward of several reads is held by each."""
     assert plan.pipeline is not None
-    cuts = [found.names.index(name) for name in plan.pipeline.cuts]
-    saved, freed = [0.0] * plan.pipeline.num_stages, [0.0] * plan.pipeline.num_stages
-    for size, places, by_weights in found.saved:
-        later = {stage_of_op(place, cuts) for place in by_weights}
-        for stage in {stage_of_op(place, cuts) for place in places}:
-            saved[stage] += size
-            freed[stage] += size * (stage not in later)
-    stash = [float(part.sum()) for part in np.split(found.stash_bytes, [cut + 1 for cut in cuts])]
-    return [StageBytes(s, more - less) for s, more, less in zip(saved, stash, freed, strict=True)]
+    at, count = {name: i for i, name in enumerate(found.names)}, plan.pipeline.num_stages
+    cuts = np.array([at[name] for name in plan.pipeline.cuts], dtype=np.int64)
+    storage, place, by_weights = found.readings
+    stage = np.searchsorted(cuts, place)
+    of_storage = storage * count + stage
+    held, later = np.unique(of_storage), np.unique(of_storage[by_weights])
+    sizes = np.array([size for size, _, _ in found.saved])
+    saved = np.bincount(held % count, weights=sizes[held // count], minlength=count)
+    kept = np.bincount(later % count, weights=sizes[later // count], minlength=count)
+    stash = [float(part.sum()) for part in np.split(found.stash_bytes, cuts + 1)]
+    return [StageBytes(float(s), more - float(s - k)) for s, k, more in zip(saved, kept, stash, strict=True)]
 
 
 def simulated(plan: Plan, found: Profile, link: Link) -> Simulated:

@@ -16,7 +16,6 @@ from meshwright.planner.orders import orders
 from meshwright.planner.pipelined import PipelineRequest, Uncut
 from meshwright.planner.solve.stages import Chain, Point, Run, Staged, deal
 from meshwright.planner.stage_cuts import cut_places
-from meshwright.planner.stage_memory import rest_by_place
 
 _MOST_PERIOD = 8
 _EQUAL = 0.02
@@ -67,8 +66,7 @@ def dealt(forms: Sequence[Uncut], request: PipelineRequest) -> Dealt | None:
 
 
 def _beside_bytes(form: Uncut) -> float:
-    _, found = form.beside
-    return float(max(sum(found.values(), np.zeros(1))))
+    return float(max(sum(form.beside.values(), np.zeros(1))))
 
 
 def _in_flight(pipeline: Pipeline) -> tuple[float, ...]:
@@ -130,15 +128,11 @@ class _Blocks:
         def parts(values: np.ndarray) -> list[float]:
             return [float(part.sum()) for part in np.split(values, edges)]
 
+        rest = form.resting.by_place(len(found.names))
         saved = np.zeros(len(found.names))
         for size, places, _ in found.saved:
             saved[min(places)] += size
-        columns = (
-            parts(found.work_s),
-            parts(found.once_s),
-            parts(rest_by_place(form.plan, form.graph, form.gradients)),
-            parts(saved),
-        )
+        columns = (parts(found.work_s), parts(found.once_s), parts(rest), parts(saved))
         return [Point(w / m, o, r, s / m) for w, o, r, s in zip(*columns, strict=True)]
 
     def _period(self, stages: int) -> int:

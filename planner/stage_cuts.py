@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from meshwright.planner.ir.spec import local_numel
 from meshwright.planner.ir.verify import made_placements, planned_steps
 from meshwright.planner.kinds import kind_of
 from meshwright.planner.micro_costs import MicroCosts
+from meshwright.planner.places import Places, places_in_whole
 from meshwright.planner.solve.evaluate import evaluate
 from meshwright.planner.solve.segments import hidden_values
 
@@ -59,6 +61,13 @@ class Profile:
     stash_bytes: np.ndarray
     once_s: np.ndarray = field(default_factory=lambda: np.zeros(1))
 
+    @cached_property
+    def readings(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of :attr:`saved`: index of a storage, place of an op whose backward reads it, and whether its part for weights does."""
+        rows = [(k, place, place in later) for k, (_, places, later) in enumerate(self.saved) for place in sorted(places)]
+        table = np.array(rows, dtype=np.int64).reshape(-1, 3)
+        return table[:, 0], table[:, 1], table[:, 2].astype(bool)
+
     @property
     def work_s(self) -> np.ndarray:
         """Seconds of each op, its backward included."""
@@ -66,7 +75,11 @@ class Profile:
 
 
 def profile(
-    graph: OpGraph, plan: Plan, costs: CostModel | MicroCosts, hides: frozenset[tuple[str, str]] | None = None
+    graph: OpGraph,
+    plan: Plan,
+    costs: CostModel | MicroCosts,
+    hides: frozenset[tuple[str, str]] | None = None,
+    places: Places | None = None,
 ) -> Profile:
     """Work and bytes of a planned program.
 
@@ -75,33 +88,39 @@ def profile(
         plan: for the whole of it, on the devices of one stage.
         costs: prices of a step.
         hides: (value, phase) whose redistribution can hide; None: looked for.
+        places: where its ops stand in the whole program; None: it is the whole one.
     """
     if hides is None:
         hides = hidden_values(graph, trivial_clusters(graph, rules.rows_for))
     forward = [op for op in graph.ops if op.phase == "forward"]
+    spread = places or places_in_whole(graph, ())
+    assert spread is not None, "a program without repeats stands for itself"
     place = places_of(graph)
     late = _weights_only(graph, forward, place)
     copied = _copied(graph)
     kernel_s = plan.kernel_s or _kernels_alone(graph, plan, costs)
-    work = {phase: np.zeros(len(forward)) for phase in ("forward", "backward", "weight")}
+    work = {phase: np.zeros(len(spread.names)) for phase in ("forward", "backward", "weight")}
     for name, s in kernel_s.items():
-        op = _reader(graph, graph.by_name[name], copied) if name in graph.by_name else None
-        if op is not None:
-            work[op.phase][place[op.name]] += s
-            work["weight"][place[op.name]] += s * late.get(op.name, 0.0)
-    once = _with_communication(graph, plan, costs, place, work, hides)
-    made, stash = made_placements(plan, graph), np.zeros(len(forward))
+        ran = graph.by_name.get(name)
+        if ran is not None:
+            op = _reader(graph, ran, copied)
+            there = spread.spread(ran, place[op.name])
+            np.add.at(work[op.phase], there, s)
+            np.add.at(work["weight"], there, s * late.get(op.name, 0.0))
+    once = _with_communication(graph, plan, costs, place, work, hides, spread)
+    made, stash = made_placements(plan, graph), np.zeros(len(spread.names))
     for op in (op for op in graph.ops if op.phase == "backward" and late[op.name] < 1.0):
         for v in (v for v in op.outs if v is not None):
             if any(late[r.name] > 0.0 for r in graph.consumers.get(v.name, ())):
-                stash[place[op.name]] += local_numel(v.shape, made[v.name], plan.mesh.sizes) * v.dtype.itemsize
+                size = local_numel(v.shape, made[v.name], plan.mesh.sizes) * v.dtype.itemsize
+                np.add.at(stash, spread.spread(op, place[op.name]), size)
     return Profile(
-        names=tuple(op.name for op in forward),
+        names=spread.names,
         forward_s=work["forward"],
         backward_s=work["backward"],
         weight_s=work["weight"],
-        alive_bytes=_alive(graph, plan, forward),
-        saved=_saved(graph, plan, place, late),
+        alive_bytes=_alive(graph, plan, forward, spread),
+        saved=_saved(graph, plan, place, late, spread),
         stash_bytes=stash,
         once_s=once,
     )
@@ -128,23 +147,25 @@ def _with_communication(
     place: Mapping[str, int],
     work: dict[str, np.ndarray],
     hides: frozenset[tuple[str, str]],
+    spread: Places,
 ) -> np.ndarray:
     """Add what kernels cannot hide to ``work``; the seconds of what is done once per step.
 
     Where a phase's hidden communication takes longer than its kernels, all of them are as much longer.
     """
-    once, exposed = np.zeros(len(work["forward"])), {p: np.zeros(len(work["forward"])) for p in ("forward", "backward")}
+    once, exposed = np.zeros(len(spread.names)), {p: np.zeros(len(spread.names)) for p in ("forward", "backward")}
     hidden_s = dict.fromkeys(exposed, 0.0)
     for step in planned_steps(plan, graph):
         model = costs.once if step.kept else costs
         kind, _, seconds = model.step_s(step.value, step.src, step.axis, step.dst[step.axis])
-        at = _place_of_step(graph, step.value.name, step.phase, place)
+        maker = step.value.name.partition("#")[0]
+        at = spread.spread(graph.by_name.get(maker), _place_of_step(graph, step.value.name, step.phase, place), maker)
         if step.kept or (isinstance(costs, MicroCosts) and costs.runs_of(step.value, kind) == 1):
-            once[at] += seconds
+            np.add.at(once, at, seconds)
         elif (step.value.name, step.phase) in hides:
-            hidden_s[step.phase] += seconds
+            hidden_s[step.phase] += seconds * len(at)
         else:
-            exposed[step.phase][at] += seconds
+            np.add.at(exposed[step.phase], at, seconds)
     for phase, waits in exposed.items():
         kernels = float(work[phase].sum())
         work[phase] = work[phase] * max(1.0, hidden_s[phase] / kernels if kernels else 1.0) + waits
@@ -169,7 +190,7 @@ def places_of(graph: OpGraph) -> dict[str, int]:
 
 
 def _saved(
-    graph: OpGraph, plan: Plan, place: Mapping[str, int], late: Mapping[str, float]
+    graph: OpGraph, plan: Plan, place: Mapping[str, int], late: Mapping[str, float], spread: Places
 ) -> tuple[tuple[float, frozenset[int], frozenset[int]], ...]:
     """The storages kept for the backward: views share that of what they are taken of, those of inputs and parameters are there."""
     made, root = made_placements(plan, graph), {i.value.name: i.value for i in graph.inputs}
@@ -186,14 +207,26 @@ def _saved(
                 read.setdefault(root[v.name].name, set()).update(used[op.name])
                 by_weights.setdefault(root[v.name].name, set()).update(used[op.name] if late[op.name] > 0.0 else ())
     values = {v.name: v for v in root.values()}
-    return tuple(
-        (
-            local_numel(values[n].shape, made[n], plan.mesh.sizes) * values[n].dtype.itemsize,
-            frozenset(places),
-            frozenset(by_weights[n]),
-        )
-        for n, places in read.items()
-    )
+    found: list[tuple[float, frozenset[int], frozenset[int]]] = []
+    for n, places in read.items():
+        size = local_numel(values[n].shape, made[n], plan.mesh.sizes) * values[n].dtype.itemsize
+        for places_there, weights_there in zip(
+            _each(graph, n, places, spread), _each(graph, n, by_weights[n], spread), strict=True
+        ):
+            found.append((size, places_there, weights_there))
+    return tuple(found)
+
+
+def _each(graph: OpGraph, value: str, places: Set[int], spread: Places) -> list[frozenset[int]]:
+    """For every value of the whole program that a planned one stands for, where ``places`` are."""
+    maker = graph.producer[value]
+    assert isinstance(maker, Op), "what is saved was made by an op"
+    if spread.stands_for_itself(maker):
+        return [frozenset(int(i) for p in places for i in spread.all_of(p, backward=True))]
+    columns = [spread.spread(maker, p) for p in sorted(places)]
+    if not columns:
+        return [frozenset()] * len(spread.spread(maker, 0))
+    return [frozenset(map(int, row)) for row in np.stack(columns, axis=1)]
 
 
 def _used_at(graph: OpGraph, place: Mapping[str, int]) -> dict[str, set[int]]:
@@ -233,17 +266,19 @@ def _weights_only(graph: OpGraph, forward: Sequence[Op], place: Mapping[str, int
     return later
 
 
-def _alive(graph: OpGraph, plan: Plan, forward: Sequence[Op]) -> np.ndarray:
+def _alive(graph: OpGraph, plan: Plan, forward: Sequence[Op], spread: Places) -> np.ndarray:
     made, copied = made_placements(plan, graph), _copied(graph)
     at = {op.name: i for i, op in enumerate(forward)}
-    alive = np.zeros(len(forward))
+    change = np.zeros(len(spread.names) + 1)
     for i, op in enumerate(forward):
         for value in op.outs:
             if value is None or value.name in copied:
                 continue
             last = max((at[r.name] for r in graph.consumers.get(value.name, ()) if r.name in at), default=i)
-            alive[i:last] += local_numel(value.shape, made[value.name], plan.mesh.sizes) * value.dtype.itemsize
-    return alive
+            size = local_numel(value.shape, made[value.name], plan.mesh.sizes) * value.dtype.itemsize
+            np.add.at(change, spread.spread(op, i), size)
+            np.add.at(change, spread.spread(op, last), -size)
+    return np.cumsum(change)[:-1]
 
 
 def _copied(graph: OpGraph) -> set[str]:

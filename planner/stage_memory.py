@@ -9,10 +9,10 @@ import numpy as np
 
 from meshwright.planner.gradient_sums import GradientSums
 from meshwright.planner.ir.graph import GraphInput, OpGraph
-from meshwright.planner.ir.pipeline import stage_of_op
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.spec import local_numel
 from meshwright.planner.ir.verify import parameter_behind, value_named
+from meshwright.planner.places import Places, places_in_whole
 from meshwright.planner.solve.memory import optimizer_bytes
 
 
@@ -58,63 +58,118 @@ def gradient_bytes(plan: Plan, graph: OpGraph) -> dict[str, GradientBytes]:
     return found
 
 
+@dataclass(frozen=True)
+class Resting:
+    """What is held for the parameters of the whole program, on the devices of one stage; arrays are [parameters] unless they say otherwise.
+
+    Attributes:
+        names: FQNs, as the planned program has them.
+        at_rest: bytes of a device's piece.
+        state: bytes of its optimizer state.
+        kept: bytes of copies that live the whole step.
+        sums, fresh, result: bytes of its gradients, see :class:`GradientBytes`.
+        reader: index of a parameter and ``place`` of a forward op that reads it, int64 [readings].
+    """
+
+    names: tuple[str, ...]
+    at_rest: np.ndarray
+    state: np.ndarray
+    kept: np.ndarray
+    sums: np.ndarray
+    fresh: np.ndarray
+    result: np.ndarray
+    reader: np.ndarray
+    place: np.ndarray
+
+    def on_ranks(self, plan: Plan, cuts: Sequence[int]) -> list[np.ndarray]:
+        """Per rank, the parameters that its forward ops read; ``cuts``: places behind which stages end."""
+        assert plan.pipeline is not None
+        rank_of = np.array([plan.pipeline.rank_of(s) for s in range(plan.pipeline.num_stages)])
+        rank = rank_of[np.searchsorted(np.asarray(cuts, dtype=np.int64), self.place)]
+        return [np.unique(self.reader[rank == r]) for r in range(plan.pipeline.degree)]
+
+    def by_place(self, num_places: int) -> np.ndarray:
+        """Bytes that are held whatever runs, at the forward op that reads each parameter first, float64 [forward ops]."""
+        first = np.full(len(self.names), num_places)
+        np.minimum.at(first, self.reader, self.place)
+        found, is_read = np.zeros(num_places), first < num_places
+        sizes = self.at_rest + self.state + self.kept + self.sums + np.maximum(self.fresh, self.result)
+        np.add.at(found, first[is_read], sizes[is_read])
+        return found
+
+
+def resting_of(plan: Plan, graph: OpGraph, gradients: Mapping[str, GradientBytes], places: Places | None = None) -> Resting:
+    """What is held for a program's parameters.
+
+    Args:
+        plan: for all of it.
+        graph: the program.
+        gradients: as :func:`gradient_bytes` finds.
+        places: where its ops stand in the whole program; None: it is the whole one.
+    """
+    spread = places or places_in_whole(graph, ())
+    assert spread is not None, "a program without repeats stands for itself"
+    forward = [op for op in graph.ops if op.phase == "forward"]
+    source: dict[str, GraphInput] = {i.value.name: i for i in graph.inputs_of("parameter")}
+    read: dict[str, list[int]] = {}
+    for index, op in enumerate(forward):
+        if len(op.ins) == 1 and op.ins[0].name in source:  # a view of it: who reads the view holds the parameter
+            source.update((v.name, source[op.ins[0].name]) for v in op.outs if v is not None)
+            if graph.consumers.get(op.outs[0].name if op.outs[0] is not None else ""):
+                continue
+        for i in (source[v.name] for v in op.ins if v.name in source):
+            read.setdefault(i.value.name, []).append(index)
+    kept = _kept_bytes(plan, graph)
+    state = optimizer_bytes(int(plan.optimizer) if plan.optimizer.isdigit() else plan.optimizer)
+    names, rows, readings = list[str](), list[tuple[int, ...]](), list[tuple[int, int]]()
+    for i in graph.inputs_of("parameter"):
+        name, made = i.value.name, gradients.get(i.value.name, GradientBytes())
+        numel = local_numel(i.value.shape, plan.inputs[name], plan.mesh.sizes)
+        held = numel * i.value.dtype.itemsize, numel * state * (i.trainable and plan.training), kept.get(name, 0)
+        for column in _readings(spread, name, read.get(name, [])):
+            readings += [(len(rows), int(at)) for at in column]
+            names.append(i.name)
+            rows.append((*held, made.sums, made.fresh, made.result))
+    table = np.array(rows, dtype=np.int64).reshape(-1, 6)
+    pairs = np.array(readings, dtype=np.int64).reshape(-1, 2)
+    at_rest, states, keeps, sums, fresh, result = table.T
+    return Resting(tuple(names), at_rest, states, keeps, sums, fresh, result, pairs[:, 0], pairs[:, 1])
+
+
+def _readings(spread: Places, name: str, indices: Sequence[int]) -> list[np.ndarray]:
+    """For every parameter of the whole program that a planned one stands for, where it is read."""
+    if spread.stands_for_itself(None, name):
+        return [np.concatenate([spread.all_of(i) for i in indices])] if indices else []
+    columns = [spread.spread(None, i, name) for i in indices]
+    return list(np.stack(columns, axis=1)) if columns else []
+
+
 def rank_memory(
-    plan: Plan,
-    graph: OpGraph,
-    gradients: Mapping[str, GradientBytes],
-    in_flight_bytes: Sequence[float],
-    beside: Sequence[Mapping[str, int]],
+    plan: Plan, held: Resting, cuts: Sequence[int], in_flight_bytes: Sequence[float], beside: Sequence[Mapping[str, int]]
 ) -> list[dict[str, int]]:
     """Bytes by category on every rank.
 
     Args:
         plan: with a pipeline.
-        graph: its program.
-        gradients: as :func:`gradient_bytes` finds.
+        held: for its parameters.
+        cuts: places of the ops behind which stages end.
         in_flight_bytes: per rank, the most that micro-batches in flight keep at once.
         beside: per rank, what running takes besides, by category: gathered copies of parameters, one op's own values.
     """
     assert plan.pipeline is not None
-    held = _parameters(plan, graph)
-    kept = _kept_bytes(plan, graph)
-    state = optimizer_bytes(int(plan.optimizer) if plan.optimizer.isdigit() else plan.optimizer)
     found = []
-    for rank in range(plan.pipeline.degree):
-        sizes = [(n, n * i.value.dtype.itemsize, i.trainable and plan.training) for i, n in held[rank].values()]
-        made = [gradients.get(i.value.name, GradientBytes()) for i, _ in held[rank].values()]
-        fresh = sum(g.fresh for g in made) // plan.pipeline.stages_per_rank
+    for rank, mine in enumerate(held.on_ranks(plan, cuts)):
+        fresh, result = int(held.fresh[mine].sum()) // plan.pipeline.stages_per_rank, int(held.result[mine].sum())
         found.append(
             {
-                "parameters": sum(size for _, size, _ in sizes),
-                "gradients": sum(g.sums for g in made) + max(fresh, sum(g.result for g in made)),
-                "optimizer": sum(n * state for n, _, trained in sizes if trained),
+                "parameters": int(held.at_rest[mine].sum()),
+                "gradients": int(held.sums[mine].sum()) + max(fresh, result),
+                "optimizer": int(held.state[mine].sum()),
                 "activations": int(in_flight_bytes[rank]),
-                **({"kept": sum(kept.get(i.value.name, 0) for i, _ in held[rank].values())} if kept else {}),
+                **({"kept": int(held.kept[mine].sum())} if plan.kept else {}),
                 **beside[rank],
             }
         )
-    return found
-
-
-def rest_by_place(plan: Plan, graph: OpGraph, gradients: Mapping[str, GradientBytes]) -> np.ndarray:
-    """Bytes that are held for parameters whatever runs, at the forward op that reads each first, float64 [forward ops].
-
-    ``gradients``: as :func:`gradient_bytes` finds.
-    """
-    forward = [op for op in graph.ops if op.phase == "forward"]
-    kept, state = _kept_bytes(plan, graph), optimizer_bytes(int(plan.optimizer) if plan.optimizer.isdigit() else plan.optimizer)
-    root = {i.value.name: i for i in graph.inputs_of("parameter")}
-    found, seen = np.zeros(len(forward)), set[str]()
-    for index, op in enumerate(forward):
-        if len(op.ins) == 1 and op.ins[0].name in root and op.outs[0] is not None and graph.consumers.get(op.outs[0].name):
-            root[op.outs[0].name] = root[op.ins[0].name]
-            continue
-        for source in (root[v.name] for v in op.ins if v.name in root and root[v.name].name not in seen):
-            seen.add(source.name)
-            numel = local_numel(source.value.shape, plan.inputs[source.value.name], plan.mesh.sizes)
-            made = gradients.get(source.value.name, GradientBytes())
-            found[index] += numel * (source.value.dtype.itemsize + (source.trainable and plan.training) * state)
-            found[index] += made.sums + max(made.fresh, made.result) + kept.get(source.value.name, 0)
     return found
 
 
@@ -126,22 +181,3 @@ def _kept_bytes(plan: Plan, graph: OpGraph) -> dict[str, int]:
         size = local_numel(value.shape, placements, plan.mesh.sizes) * value.dtype.itemsize
         found[parameter] = found.get(parameter, 0) + size
     return found
-
-
-def _parameters(plan: Plan, graph: OpGraph) -> list[dict[str, tuple[GraphInput, int]]]:
-    """Per rank, the parameters that its forward ops read, with their local elements."""
-    pipeline = plan.pipeline
-    assert pipeline is not None
-    forward = {op.name: i for i, op in enumerate(op for op in graph.ops if op.phase == "forward")}
-    cuts = [forward[name] for name in pipeline.cuts]
-    source: dict[str, GraphInput] = {i.value.name: i for i in graph.inputs_of("parameter")}
-    held: list[dict[str, tuple[GraphInput, int]]] = [{} for _ in range(pipeline.degree)]
-    for name, index in forward.items():
-        op, rank = graph.by_name[name], pipeline.rank_of(stage_of_op(index, cuts))
-        if len(op.ins) == 1 and op.ins[0].name in source:  # a view of it: who reads the view holds the parameter
-            source.update((v.name, source[op.ins[0].name]) for v in op.outs if v is not None)
-            if graph.consumers.get(op.outs[0].name if op.outs[0] is not None else ""):
-                continue
-        for i in (source[v.name] for v in op.ins if v.name in source):
-            held[rank][i.name] = i, local_numel(i.value.shape, plan.inputs[i.value.name], plan.mesh.sizes)
-    return held

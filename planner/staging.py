@@ -17,7 +17,8 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from meshwright.planner.correspond import Unlike
 from meshwright.planner.ir.errors import InfeasibleError, InputError
@@ -27,33 +28,41 @@ from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.recompute import LEVELS, Recompute
 from meshwright.planner.levels import Recomputable
 from meshwright.planner.meshes import LogicalMesh
+from meshwright.planner.micro import batch_length
 from meshwright.planner.on_mesh import Found, OnMesh, Program
 from meshwright.planner.options import Clock, Options
 from meshwright.planner.pipelined import Lying, PipelineRequest, Uncut, too_large
+from meshwright.planner.places import places_in_whole
+from meshwright.planner.solve.in_stages import as_one_rank
 from meshwright.planner.solve.optimise import Effort
+from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.segments import hidden_values
-from meshwright.planner.solve.strategies import strategy_named
+from meshwright.planner.solve.strategies import followed, strategy_named
+from meshwright.planner.solve.tables import Tables
 from meshwright.planner.spell import checked_plan
 from meshwright.planner.stage_chain import dealt
 from meshwright.planner.stage_choices import STAGES_PER_RANK, micro_batch_counts, schedules
+from meshwright.planner.stage_tries import Finished, Try, alike, best_of, sizes_of
 
 FIRST_TRIED = 4
 """The number of them that is tried first; others only for what is best with it."""
 
-THRIFT = (1.0, 1e4, 1e6)
-"""Prices of memory at rest that are tried, relative to one that only breaks ties."""
+ROOMS = 3
+"""How often a combination is solved with less room than the last time, where its plan does not fit as it is cut; ``_TIGHTER``: by how
+much less than what it was over."""
 
-FINISHED = 6
-"""Plans that are cut and simulated at most, and ``LOOKED_AT`` problems that are built at most once one is. Counts, not times."""
+_TIGHTER = 0.97
 
-LOOKED_AT = 48
+FINISHED, SOLVED, LOOKED_AT = 8, 48, 400
+"""Plans that are cut and simulated at most; problems that are solved, and that are bounded by their kernels, at most once one is. Counts, not
+times."""
 
-BESIDE, BESIDE_CANDIDATES = 12, 12_000
-"""Problems that are built at most, and candidates of all those that are solved, where a plan without stages is known already: it is
-planning time that a user who asks for no stages does not expect."""
+BESIDE, BESIDE_LOOKED, BESIDE_CANDIDATES = 8, 64, 12_000
+"""Problems that are solved and bounded at most, and candidates of all those that are solved, where a plan without stages is known already:
+it is planning time that a user who asks for no stages does not expect."""
 
 _UNLIMITED = 1 << 60
-_ROUGH = Effort(gap=2e-2, nodes=4, rounds=4)
+_ROUGH = Effort(gap=2e-2, nodes=20, rounds=6)
 """What the plan inside a stage is worth: what the cuts and the schedule cost beside it is simulated anyway."""
 
 _SMALL_KERNELS = 1.1
@@ -61,9 +70,6 @@ _SMALL_KERNELS = 1.1
 
 _LITTLE = 0.03
 """Part of a step that what is done once in it may take on all ranks together before it is tried otherwise."""
-
-_SIMPLER = 0.01
-"""A schedule is taken only where it is faster than a simpler one by more than this part."""
 
 
 @dataclass(frozen=True)
@@ -81,51 +87,6 @@ class Devices:
 
 Whole = Callable[[Plan], tuple[Plan, OpGraph, Mapping[str, str] | None]]
 """A plan of the program that was searched, said of the whole one; and the names in the former of what the latter has, if they differ."""
-
-
-@dataclass(order=True)
-class _Try:
-    """A combination, and how far it has been worked out.
-
-    Attributes:
-        seconds: estimate of its step.
-        order: of being made, to break ties.
-        degree: ranks along the pipeline axis; ``micro_batches`` how many.
-        where: the mesh inside a stage; ``link`` between stages.
-        recompute: what the backward computes again.
-        thrift: index in ``THRIFT``.
-        on: the problem, once it is built.
-        found: its solution, once there is one.
-    """
-
-    seconds: float
-    order: int
-    degree: int = field(compare=False)
-    micro_batches: int = field(compare=False)
-    where: LogicalMesh = field(compare=False)
-    link: Link = field(compare=False)
-    recompute: Recompute = field(compare=False, default_factory=Recompute)
-    thrift: int = field(compare=False, default=0)
-    on: OnMesh | None = field(compare=False, default=None)
-    found: Found | None = field(compare=False, default=None)
-
-
-@dataclass
-class _Finished:
-    """A combination cut into stages: its plan uncut, and the best way to cut it (the least memory where none fits)."""
-
-    item: _Try
-    uncut: Uncut
-    request: PipelineRequest
-    plan: Plan
-
-    @property
-    def fits(self) -> bool:
-        return self.plan.predicted.peak_memory_bytes <= self.uncut.limit_bytes
-
-    @property
-    def seconds(self) -> float:
-        return self.plan.predicted.step_time_s
 
 
 class StageSearch:
@@ -153,12 +114,13 @@ class StageSearch:
         self.options, self.clock = options, Clock(options.progress)
         self.name = strategy_named(options.strategy).name
         self._programs: dict[Recompute, Program] = {}
-        self._cut_programs: dict[tuple[Recompute, int], Program] = {}
+        self._cut_programs: dict[tuple[Recompute, int, bool], Program] = {}
         self._counts: dict[int, tuple[int, ...]] = {}
-        self._heap: list[_Try] = []
+        self._heap: list[Try] = []
         self._number = itertools.count()
-        self._looked, self._candidates, self._is_known = 0, 0, False
-        self.finished: list[_Finished] = []
+        self._looked, self._solves, self._candidates, self._is_known = 0, 0, 0, False
+        self._unsolved: list[Try] = []
+        self.finished: list[Finished] = []
         self.refused: InputError | None = None
 
     # --- the search ---
@@ -172,7 +134,7 @@ class StageSearch:
         """
         for degree in self.degrees:
             self._start(degree)
-        best: _Finished | None = None
+        best: Finished | None = None
         self._is_known = math.isfinite(bar_s)
         while self._heap and not self._is_enough():
             item = heapq.heappop(self._heap)
@@ -191,9 +153,10 @@ class StageSearch:
 
     def _is_enough(self) -> bool:
         """Whether the counts of what was tried are used up."""
-        if self._is_known and not self.finished and self._looked >= BESIDE:
+        if self._is_known and not self.finished and (self._solves >= BESIDE or self._looked >= BESIDE_LOOKED):
             return True
-        return len(self.finished) >= FINISHED or (self._looked >= LOOKED_AT and bool(self.finished))
+        many = self._solves >= SOLVED or self._looked >= LOOKED_AT
+        return len(self.finished) >= FINISHED or (many and bool(self.finished))
 
     def _start(self, degree: int) -> None:
         """The combinations of one degree, each at the least that its compute can take."""
@@ -203,12 +166,27 @@ class StageSearch:
         except InputError as e:
             self.refused = self.refused or e
             return
+        if self.name == "auto":
+            useful = [w for w in meshes if all(rule.compute == "free" or followed(self._graph, rule.compute) for rule in w.rules)]
+            for where in useful or meshes:
+                for count in counts:
+                    if len(counts) == 1 or self._can_share(count, where):
+                        self._push_least(degree, count, where, link)
+            return
         self._counts[degree] = counts
         count = min(counts, key=lambda n: abs(n - FIRST_TRIED * degree))
-        level = self._least_level(degree, count)
         for where in meshes:
-            floor_s = self._program(level).floors.compute_s(where.mesh.sizes)
-            self._push(floor_s, degree, count, where, link, level)
+            self._push_least(degree, count, where, link)
+
+    def _can_share(self, count: int, where: LogicalMesh) -> bool:
+        """Whether the devices that share the batch have a piece of every micro-batch."""
+        batch = batch_length(self._graph)
+        parts = math.prod(n for n, rule in zip(where.mesh.sizes, where.rules, strict=True) if rule.compute == "follows batch")
+        return batch % (count * parts) == 0
+
+    def _push_least(self, degree: int, count: int, where: LogicalMesh, link: Link) -> None:
+        level = self._least_level(degree, count)
+        self._push(self._program(level).floors.compute_s(where.mesh.sizes), degree, count, where, link, level)
 
     def _least_level(self, degree: int, count: int) -> Recompute:
         """The least recomputation with which the first rank could hold its micro-batches in flight if all were sharded evenly."""
@@ -227,14 +205,14 @@ class StageSearch:
         meshes, _ = self.devices.inside(self.degrees[0])
         return self.options.memory_limit(meshes[0].hardware)
 
-    def _other_counts(self, best: _Try) -> None:
+    def _other_counts(self, best: Try) -> None:
         """The best combination so far, in other numbers of micro-batches."""
         floor_s = self._program().floors.compute_s(best.where.mesh.sizes)
         for count in self._counts.pop(best.degree, ()):
             if count != best.micro_batches:
                 assert best.found is not None, "a finished combination has been solved"
                 work_s = best.found.outcome.step_time_s if count > best.micro_batches else floor_s
-                self._push(work_s, best.degree, count, best.where, best.link, best.recompute, best.thrift)
+                self._push(work_s, best.degree, count, best.where, best.link, best.recompute)
 
     @property
     def _graph(self) -> OpGraph:
@@ -254,12 +232,25 @@ class StageSearch:
         return self._programs[wanted]
 
     def _push(
-        self, work_s: float, degree: int, count: int, where: LogicalMesh, link: Link, recompute: Recompute, thrift: int = 0
+        self,
+        work_s: float,
+        degree: int,
+        count: int,
+        where: LogicalMesh,
+        link: Link,
+        recompute: Recompute,
+        *,
+        sums_whole: bool = True,
     ) -> None:
         seconds = work_s / degree * (1 + self._idle(degree, count))
-        heapq.heappush(self._heap, _Try(seconds, next(self._number), degree, count, where, link, recompute, thrift))
+        order = next(self._number)
+        heapq.heappush(self._heap, Try(seconds, order, degree, count, where, link, recompute, sums_whole=sums_whole))
 
-    def _work_on(self, item: _Try) -> _Finished | None:
+    def _push_like(self, item: Try, **changed: Any) -> None:
+        """A combination once more, with something else; it is no faster."""
+        heapq.heappush(self._heap, replace(item, order=next(self._number), on=None, found=None, **changed))
+
+    def _work_on(self, item: Try) -> Finished | None:
         """Work a combination out one step further: its block, its solution, its stages."""
         if item.on is None:
             self._look_at(item)
@@ -275,59 +266,67 @@ class StageSearch:
         each = each or max(1, min(STAGES_PER_RANK[-1], self.source.num_parts // degree))
         return (degree - 1) / (micro_batches * each)
 
-    def _again(self, item: _Try, work_s: float) -> None:
+    def _again(self, item: Try, work_s: float) -> None:
         """Back into the queue with a better estimate."""
         item.seconds = max(item.seconds, work_s / item.degree * (1 + self._idle(item.degree, item.micro_batches)))
         heapq.heappush(self._heap, item)
 
-    def _build(self, item: _Try) -> OnMesh:
+    def _build(self, item: Try) -> OnMesh:
         program = self._program(item.recompute)
-        whole = self.name == "auto" and item.micro_batches > 1
-        options = replace(program.options, micro_batches=item.micro_batches, whole_gradients=whole)
-        if (item.recompute, item.micro_batches) not in self._cut_programs:
-            self._cut_programs[item.recompute, item.micro_batches] = replace(program, options=options)
-        return OnMesh(self._cut_programs[item.recompute, item.micro_batches], item.where)
+        whole = self.name == "auto" and item.micro_batches > 1 and item.sums_whole
+        key = item.recompute, item.micro_batches, whole
+        if key not in self._cut_programs:
+            options = replace(program.options, micro_batches=item.micro_batches, whole_gradients=whole)
+            self._cut_programs[key] = replace(program, options=options)
+        return OnMesh(self._cut_programs[key], item.where)
 
-    def _look_at(self, item: _Try) -> None:
+    def _look_at(self, item: Try) -> None:
         item.on = self._build(item)
         self._looked += 1
         try:
-            work_s = item.on.bound_s(self.name, math.inf) if self.name == "auto" else item.on.floor_s
+            work_s = item.on.kernels_s()
         except InputError as e:
             self.refused = self.refused or e
             return
-        if math.isfinite(work_s):
-            self._again(item, work_s)
-        if work_s > _SMALL_KERNELS * item.on.floor_s:
-            self._fewer_micro_batches(item, item.on.floor_s)
+        self._again(item, work_s)
 
-    def _fewer_micro_batches(self, item: _Try, work_s: float) -> None:
+    def _fewer_micro_batches(self, item: Try, work_s: float) -> None:
         """The same with larger micro-batches, whose kernels are faster."""
         smaller = [n for n in self._counts.get(item.degree, ()) if n < item.micro_batches]
         if smaller:
-            self._push(work_s, item.degree, max(smaller), item.where, item.link, item.recompute, item.thrift)
+            self._push(work_s, item.degree, max(smaller), item.where, item.link, item.recompute)
 
-    def _solve(self, item: _Try) -> None:
+    def _solve(self, item: Try) -> None:
         assert item.on is not None
+        self._solves += 1
         self._candidates += sum(c.num_candidates for c in item.on.tables_for(self.name).problem.choices)
         if self._is_known and self._candidates > BESIDE_CANDIDATES:
             return
-        item.found = item.on.solve_priced(self.name, THRIFT[item.thrift], _ROUGH)
+        item.found = self._solved(item, _ROUGH)
         if item.found is not None:
             self._again(item, item.found.outcome.step_time_s)
-        elif (
-            self.name != "auto"
-        ):  # the devices of a stage may not be able to share such small micro-batches as the strategy demands
+            return
+        self._unsolved.append(item)
+        if self.name != "auto":  # a stage's devices may not be able to share such small micro-batches as the strategy demands
             self._fewer_micro_batches(item, item.on.floor_s)
+        self._with_less(item)
+
+    def _solved(self, item: Try, effort: Effort, objective: str = "time") -> Found | None:
+        """The best plan with the memory that one rank has; or that of the least memory."""
+        assert item.on is not None
+        limit = int(self.options.memory_limit(item.where.hardware) * item.room) if objective == "time" else None
+        whole = item.on.program.options.whole_gradients
+
+        def change(tables: Tables) -> Problem:
+            return as_one_rank(tables, item.degree, item.micro_batches, whole_sums=whole, limit_bytes=limit)
+
+        return item.on.solve_changed(self.name, change, effort, objective)
 
     # --- stages ---
 
-    def _finish(self, item: _Try) -> _Finished | None:
+    def _finish(self, item: Try) -> Finished | None:
         """Cut and simulate; what does not fit goes on with dearer memory and with more recomputation."""
         assert item.on is not None and item.found is not None
-        if self._surely_too_large(item):
-            self._go_on(item)
-            return None
         done = self._cut(item, self._uncut(item))
         if done is None:
             return None
@@ -336,27 +335,24 @@ class StageSearch:
             return self._less_recomputation(done) or done
         rescued = self._balanced(done)
         if rescued is None or not rescued.fits:
-            self._go_on(item)
+            self._go_on(done)
         return rescued or done
 
-    def _surely_too_large(self, item: _Try) -> bool:
-        """Whether even an equal share of what the plan holds at rest, and one micro-batch of activations, is over the limit."""
-        assert item.found is not None
-        flight = item.found.outcome.memory_bytes.get("activations", 0) / item.micro_batches
-        flight *= min(1.0, item.micro_batches / item.degree)
-        has_next = item.thrift + 1 < len(THRIFT) or self._next_level(item) is not None
-        return has_next and _share_at_rest(item) + flight > self.options.memory_limit(item.where.hardware)
+    def _go_on(self, done: Finished) -> None:
+        """The same with less memory: more recomputation, gradients in pieces, less room for the solver."""
+        self._with_less(done.item)
+        if done.item.tries < ROOMS:
+            over = done.plan.predicted.peak_memory_bytes / done.uncut.limit_bytes
+            self._push_like(done.item, room=done.item.room / over * _TIGHTER, tries=done.item.tries + 1)
 
-    def _go_on(self, item: _Try) -> None:
-        assert item.found is not None
-        work_s, common = item.found.outcome.step_time_s, (item.degree, item.micro_batches, item.where, item.link)
+    def _with_less(self, item: Try) -> None:
         level = self._next_level(item)
         if level is not None:
-            self._push(work_s, *common, level, item.thrift)
-        if item.thrift + 1 < len(THRIFT) and _share_at_rest(item) > self.options.memory_limit(item.where.hardware) / 4:
-            self._push(work_s, *common, item.recompute, item.thrift + 1)
+            self._push_like(item, recompute=level, room=1.0, tries=0)
+        if item.sums_whole and self.name == "auto" and item.micro_batches > 1:
+            self._push_like(item, sums_whole=False, room=1.0, tries=0)
 
-    def _next_level(self, item: _Try) -> Recompute | None:
+    def _next_level(self, item: Try) -> Recompute | None:
         at = LEVELS.index(item.recompute.level) + 1
         if (
             self.options.recompute is not None
@@ -367,43 +363,43 @@ class StageSearch:
             return None
         return Recompute(LEVELS[at])
 
-    def _cut(self, item: _Try, uncut: Uncut) -> _Finished | None:
+    def _cut(self, item: Try, uncut: Uncut) -> Finished | None:
         """The fastest schedule that fits; where none does, the one that needs the least."""
         with self.clock.phase("stages"):
-            chooses = self.name == "auto" and item.micro_batches > 1 and bool(uncut.plan.kept)
-            best = self._cut_best(item, replace(uncut, sums_whole=True if chooses else None))
-            if chooses and best is not None and not (best.fits and best.uncut.profile.once_s.sum() < _LITTLE * best.seconds):
-                other = self._cut_best(item, replace(uncut, sums_whole=False))
-                best = _best([f for f in (best, other) if f is not None])
-        return best
+            return self._cut_best(item, uncut)
 
-    def _cut_best(self, item: _Try, uncut: Uncut) -> _Finished | None:
-        return _best([f for request in self._requests(item) if (f := self._try(item, uncut, request)) is not None])
+    def _cut_best(self, item: Try, uncut: Uncut) -> Finished | None:
+        return best_of([f for request in self._requests(item) if (f := self._try(item, uncut, request)) is not None])
 
-    def _uncut(self, item: _Try) -> Uncut:
+    def _uncut(self, item: Try) -> Uncut:
         assert item.on is not None and item.found is not None
         program = item.on.program
         with self.clock.phase("check"):
             spelled = checked_plan(program, self.name, item.found, item.found.bound_s, (), ())
+        graph, repeats = program.capture.graph, program.capture.repeats
+        lying = Lying(program.times, hidden_values(graph, program.clusters))
+        sums = item.sums_whole if self.name == "auto" else None
+        rest = (item.micro_batches, item.where.hardware, item.link, self.options.memory_limit(item.where.hardware), sums)
+        places = places_in_whole(graph, repeats)
+        if places is not None:
+            uncut = Uncut(spelled, graph, lying, *rest, places=places)
+            return replace(uncut, clusters=program.clusters, whole_graph=lambda: self.whole(spelled)[1])
         with self.clock.phase("stages"):
-            plan, graph, names = self.whole(spelled)
-            lying = Lying(program.times, hidden_values(program.capture.graph, program.clusters))
-            lying = lying if names is None else lying.of_copies(graph, names)
-        limit = self.options.memory_limit(item.where.hardware)
-        return Uncut(plan, graph, lying, item.micro_batches, item.where.hardware, item.link, limit)
+            plan, whole, names = self.whole(spelled)
+            return Uncut(plan, whole, lying if names is None else lying.of_copies(whole, names), *rest)
 
-    def _try(self, item: _Try, uncut: Uncut, request: PipelineRequest) -> _Finished | None:
+    def _try(self, item: Try, uncut: Uncut, request: PipelineRequest) -> Finished | None:
         try:
-            return _Finished(item, uncut, request, uncut.cut(request))
+            return Finished(item, uncut, request, uncut.cut(request))
         except InputError as e:
             self.refused = self.refused or e
             return None
 
-    def _requests(self, item: _Try) -> Iterator[PipelineRequest]:
+    def _requests(self, item: Try) -> Iterator[PipelineRequest]:
         for name, each in schedules(item.degree, item.micro_batches, self.asked):
             yield PipelineRequest(item.degree, name, item.micro_batches, each, self.asked.homes)
 
-    def _balanced(self, done: _Finished) -> _Finished | None:
+    def _balanced(self, done: Finished) -> Finished | None:
         """The same plan cut so that the fullest rank holds less, if that fits."""
         with self.clock.phase("stages"):
             found = None if done.request.homes is not None else dealt((done.uncut,), done.request)
@@ -412,10 +408,10 @@ class StageSearch:
             again = replace(done, plan=done.uncut.cut_at(done.request, found.cuts))
             return again if again.fits else None
 
-    def _less_recomputation(self, done: _Finished) -> _Finished | None:
+    def _less_recomputation(self, done: Finished) -> Finished | None:
         """With the level before in as many blocks as memory allows, if that is faster."""
         level = done.item.recompute
-        before = [f for f in self.finished if not f.fits and _alike(f.item, done.item)]
+        before = [f for f in self.finished if not f.fits and alike(f.item, done.item)]
         counts = list(self.source.counts)
         if not before or level.is_mixed or not counts or done.request.homes is not None or self.options.recompute is not None:
             return None
@@ -432,10 +428,10 @@ class StageSearch:
         )
         return self._mixture(mixed, done, found.cuts)
 
-    def _mixture(self, mixed: _Try, done: _Finished, cuts: tuple[str, ...]) -> _Finished | None:
+    def _mixture(self, mixed: Try, done: Finished, cuts: tuple[str, ...]) -> Finished | None:
         try:
             mixed.on = self._build(mixed)
-            mixed.found = mixed.on.solve_priced(self.name, THRIFT[mixed.thrift], self.options.effort)
+            mixed.found = self._solved(mixed, self.options.effort)
         except (Unlike, InputError):
             return None
         if mixed.found is None:
@@ -443,18 +439,18 @@ class StageSearch:
         uncut = self._uncut(mixed)
         tried = (self._cut(mixed, uncut), self._cut_as(mixed, replace(uncut, sums_whole=done.uncut.sums_whole), done, cuts))
         found = [f for f in tried if f is not None and f.fits]
-        best = _best(found) if found else None
+        best = best_of(found) if found else None
         return best if best is not None and best.seconds < done.seconds else None
 
-    def _cut_as(self, mixed: _Try, uncut: Uncut, done: _Finished, cuts: tuple[str, ...]) -> _Finished | None:
+    def _cut_as(self, mixed: Try, uncut: Uncut, done: Finished, cuts: tuple[str, ...]) -> Finished | None:
         """A mixture cut where the integer program says."""
-        if any(name not in uncut.graph.by_name for name in cuts):
+        if not set(cuts) <= set(uncut.profile.names):
             return None
-        return _Finished(mixed, uncut, done.request, uncut.cut_at(done.request, cuts))
+        return Finished(mixed, uncut, done.request, uncut.cut_at(done.request, cuts))
 
     # --- what is said ---
 
-    def _told(self, best: _Finished) -> Plan:
+    def _told(self, best: Finished) -> Plan:
         others = {}
         for f in self.finished:
             if f.item is not best.item:
@@ -463,39 +459,26 @@ class StageSearch:
                 ] = f
         told = "; ".join(f"{k}: {f.seconds:.4g} s" + ("" if f.fits else ", does not fit") for k, f in others.items())
         note = f"pipelines that were tried too: {told}" if told else ""
-        plan = replace(best.plan, solver={**self.clock.seconds, **_sizes(best.item.found)})
+        plan = replace(self._spelled_out(best), solver={**self.clock.seconds, **sizes_of(best.item.found)})
         return replace(plan, notes=(*plan.notes, *((note,) if note else ())))
 
+    def _spelled_out(self, best: Finished) -> Plan:
+        """The plan of the whole program."""
+        with self.clock.phase("expand"):
+            if best.plan.graph_hash != best.uncut.graph.hash or best.uncut.places is None:
+                return best.plan
+            plan, whole, names = self.whole(best.plan)
+            times = best.uncut.lying.times if names is None else best.uncut.lying.of_copies(whole, names).times
+            assert plan.pipeline is not None
+            return replace(plan, pipeline=replace(plan.pipeline, inputs=times.inputs, ops=times.ops))
+
     def _why_none(self) -> Exception:
+        if not self.finished and self._unsolved:
+            item = self._unsolved[-1]
+            item.found = self._solved(item, _ROUGH, "memory")
+            smallest = None if item.found is None else self._cut(item, self._uncut(item))
+            self.finished += [] if smallest is None else [smallest]
         if self.finished:
             least = min(self.finished, key=lambda f: f.plan.predicted.peak_memory_bytes)
             return too_large(least.uncut, least.plan)
         return self.refused or InfeasibleError("no plan in stages satisfies strategy and pins", binding=f"strategy {self.name!r}")
-
-
-def _share_at_rest(item: _Try) -> float:
-    """Bytes that one rank of the pipeline holds all the time if all hold the same: parameters, gradients, optimizer, copies."""
-    assert item.found is not None
-    memory = item.found.outcome.memory_bytes
-    return (2 * memory.get("parameters", 0) + memory.get("optimizer", 0) + memory.get("kept", 0)) / item.degree
-
-
-def _sizes(found: Found | None) -> dict[str, object]:
-    if found is None:
-        return {}
-    return {"method": found.solution.method, "variables": found.solution.columns, "constraints": found.solution.rows}
-
-
-def _alike(a: _Try, b: _Try) -> bool:
-    return (a.degree, a.micro_batches, a.where, a.thrift) == (b.degree, b.micro_batches, b.where, b.thrift)
-
-
-def _best(found: Sequence[_Finished]) -> _Finished | None:
-    """The fastest that fits, a simpler one where it is as fast within a margin; else the one that needs the least."""
-    fitting = [f for f in found if f.fits]
-    if not fitting:
-        return min(found, key=lambda f: f.plan.predicted.peak_memory_bytes, default=None)
-    best = fitting[0]
-    for f in fitting[1:]:
-        best = f if f.seconds < best.seconds * (1 - _SIMPLER) else best
-    return best

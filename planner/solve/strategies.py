@@ -51,7 +51,7 @@ class AxisRule:
         use: ``"whole"`` (ops read whole parameters), ``"in place"`` (parameters are never gathered) or ``"free"``.
         keep: what is gathered of parameters that are sharded at rest: ``"kept"`` for the whole step, ``"never"`` kept, or ``"free"``.
             A frozen parameter has nothing that is worth sharding then, and rests whole under ``"kept"``.
-        compute: ``"follows batch"`` (see :mod:`meshwright.planner.solve.follow`) or ``"free"``.
+        compute: ``"follows batch"`` or ``"follows sequence"`` (see :mod:`meshwright.planner.solve.follow`) or ``"free"``.
         sequence: ``"whole"`` (no op works on a piece of the sequence), ``"sharded"`` (every op that can, where the alternative is to
             work on the whole) or ``"free"``.
     """
@@ -186,6 +186,13 @@ _DATA_AXIS = AxisRule(batch="batch only", use="whole")
 _SEQUENCE_AXIS = AxisRule(batch="sequence only", use="whole")
 _MODEL_AXIS = AxisRule(batch="whole")
 DEGREES: Mapping[str, AxisRule] = {"dp": _DATA_AXIS, "cp": _SEQUENCE_AXIS, "tp": _MODEL_AXIS}
+
+# The same where many meshes of three axes are looked at: computation follows what the axis cuts, which leaves the others to decide.
+ROLES: Mapping[str, AxisRule] = {
+    "dp": replace(_DATA_AXIS, compute="follows batch"),
+    "cp": replace(_SEQUENCE_AXIS, compute="follows sequence"),
+    "tp": _MODEL_AXIS,
+}
 AXIS_NAMES: Mapping[str, AxisRule] = {
     "dp": _DATA_AXIS,
     "data": _DATA_AXIS,
@@ -398,11 +405,12 @@ class _Work:
         return whole_placements(cluster, slots[0]) if slots else frozenset({R})
 
     def compute(self) -> None:
-        """Let every cluster that computes take the row that follows the batch."""
-        found = batch_length(self.tables.graph)
-        for axis in self._axes("compute", "follows batch") if found is not None else ():
-            assert found is not None
-            rows = rows_following_batch(self.tables.clusters, found[1], self.tables.mesh.sizes[axis])
+        """Let every cluster that computes take the row that follows the batch or the sequence."""
+        for axis, rule in enumerate(self.rules):
+            along = followed(self.tables.graph, rule.compute)
+            if along is None:
+                continue
+            rows = rows_following_batch(self.tables.clusters, along[1], self.tables.mesh.sizes[axis], along[0])
             for choice, members in enumerate(self.tables.members):
                 if self.tables.first(choice).source is not None:
                     continue
@@ -455,6 +463,15 @@ def sequence_length(graph: OpGraph) -> int | None:
     """Length along dim 1 of the first batch input of token ids [batch, sequence, ...] or vectors [batch, sequence, width]."""
     shapes = ((i.value.shape, i.value.dtype.is_floating_point) for i in graph.inputs_of("input"))
     return next((s[1] for s, is_float in shapes if (len(s) == 3 if is_float else len(s) > 1)), None)
+
+
+def followed(graph: OpGraph, compute: str) -> tuple[int, int] | None:
+    """The dim of the batch inputs that ``AxisRule.compute`` says to follow, and its length; None for no dim, or where no input has it."""
+    if compute == "follows batch":
+        found = batch_length(graph)
+        return None if found is None else (0, found[1])
+    length = sequence_length(graph) if compute == "follows sequence" else None
+    return None if length is None else (1, length)
 
 
 def _rest(candidate: Candidate) -> Placements:

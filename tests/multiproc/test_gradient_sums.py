@@ -15,7 +15,7 @@ from meshwright.planner.ir.plan import Plan, Redistribution
 from meshwright.planner.ir.spec import R
 from meshwright.planner.ir.verify import made_placements
 from meshwright.planner.micro import time_specs
-from meshwright.planner.stage_memory import gradient_bytes, rank_memory
+from meshwright.planner.stage_memory import gradient_bytes, rank_memory, resting_of
 from tests.helpers.counting import CountCollectives
 from tests.helpers.equality import RTOL, Trial, compare
 from tests.helpers.models import ALL, loss_of
@@ -119,7 +119,8 @@ def test_the_whole_sums_of_zero1_are_counted():
     case = ALL["transformer"]
     pieces, whole = (plan_of(case.name, "zero1", 4, whole=w) for w in (False, True))
     graph = captured(case.name).graph
-    held = [rank_memory(plan, graph, gradient_bytes(plan, graph), [0], [{}])[0]["gradients"] for plan in (whole, pieces)]
+    resting = [resting_of(plan, graph, gradient_bytes(plan, graph)) for plan in (whole, pieces)]
+    held = [rank_memory(plan, rests, [], [0], [{}])[0]["gradients"] for plan, rests in zip((whole, pieces), resting, strict=True)]
     more = held[0] - held[1]
     assert more == pytest.approx(sum(p.numel() * 4 for p in case.model().parameters()), rel=0.02)
 
