@@ -28,7 +28,6 @@ class Try:
         recompute: what the backward computes again.
         room: part of the memory limit that the solver may use.
         tries: how often that was lowered.
-        sums_whole: whether gradients of kept parameters are summed whole and scattered once per step; for ``auto`` alone.
         on: the problem, once it is built.
         found: its solution, once there is one.
     """
@@ -42,7 +41,6 @@ class Try:
     recompute: Recompute = field(compare=False, default_factory=Recompute)
     room: float = field(compare=False, default=1.0)
     tries: int = field(compare=False, default=0)
-    sums_whole: bool = field(compare=False, default=True)
     on: OnMesh | None = field(compare=False, default=None)
     found: Found | None = field(compare=False, default=None)
 

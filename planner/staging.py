@@ -62,7 +62,7 @@ BESIDE, BESIDE_LOOKED, BESIDE_CANDIDATES = 8, 64, 12_000
 it is planning time that a user who asks for no stages does not expect."""
 
 _UNLIMITED = 1 << 60
-_ROUGH = Effort(gap=2e-2, nodes=20, rounds=6)
+_ROUGH = Effort(gap=2e-2, nodes=8, rounds=6, time_limit_s=5.0, columns=150_000)
 """What the plan inside a stage is worth: what the cuts and the schedule cost beside it is simulated anyway."""
 
 _SMALL_KERNELS = 1.1
@@ -239,12 +239,10 @@ class StageSearch:
         where: LogicalMesh,
         link: Link,
         recompute: Recompute,
-        *,
-        sums_whole: bool = True,
     ) -> None:
         seconds = work_s / degree * (1 + self._idle(degree, count))
         order = next(self._number)
-        heapq.heappush(self._heap, Try(seconds, order, degree, count, where, link, recompute, sums_whole=sums_whole))
+        heapq.heappush(self._heap, Try(seconds, order, degree, count, where, link, recompute))
 
     def _push_like(self, item: Try, **changed: Any) -> None:
         """A combination once more, with something else; it is no faster."""
@@ -273,7 +271,7 @@ class StageSearch:
 
     def _build(self, item: Try) -> OnMesh:
         program = self._program(item.recompute)
-        whole = self.name == "auto" and item.micro_batches > 1 and item.sums_whole
+        whole = self.name == "auto" and item.micro_batches > 1
         key = item.recompute, item.micro_batches, whole
         if key not in self._cut_programs:
             options = replace(program.options, micro_batches=item.micro_batches, whole_gradients=whole)
@@ -315,12 +313,17 @@ class StageSearch:
         """The best plan with the memory that one rank has; or that of the least memory."""
         assert item.on is not None
         limit = int(self.options.memory_limit(item.where.hardware) * item.room) if objective == "time" else None
-        whole = item.on.program.options.whole_gradients
+        whole = item.micro_batches > 1 and (self.name == "auto" or strategy_named(self.name).whole_gradients)
 
         def change(tables: Tables) -> Problem:
             return as_one_rank(tables, item.degree, item.micro_batches, whole_sums=whole, limit_bytes=limit)
 
-        return item.on.solve_changed(self.name, change, effort, objective)
+        try:
+            return item.on.solve_changed(self.name, change, effort, objective)
+        except RuntimeError as e:
+            if "no plan was found" not in str(e):
+                raise
+            return None  # memory is so short that the little effort of this search finds nothing: more recomputation comes next
 
     # --- stages ---
 
@@ -339,7 +342,7 @@ class StageSearch:
         return rescued or done
 
     def _go_on(self, done: Finished) -> None:
-        """The same with less memory: more recomputation, gradients in pieces, less room for the solver."""
+        """The same with less memory: more recomputation, less room for the solver."""
         self._with_less(done.item)
         if done.item.tries < ROOMS:
             over = done.plan.predicted.peak_memory_bytes / done.uncut.limit_bytes
@@ -349,8 +352,6 @@ class StageSearch:
         level = self._next_level(item)
         if level is not None:
             self._push_like(item, recompute=level, room=1.0, tries=0)
-        if item.sums_whole and self.name == "auto" and item.micro_batches > 1:
-            self._push_like(item, sums_whole=False, room=1.0, tries=0)
 
     def _next_level(self, item: Try) -> Recompute | None:
         at = LEVELS.index(item.recompute.level) + 1
@@ -378,7 +379,7 @@ class StageSearch:
             spelled = checked_plan(program, self.name, item.found, item.found.bound_s, (), ())
         graph, repeats = program.capture.graph, program.capture.repeats
         lying = Lying(program.times, hidden_values(graph, program.clusters))
-        sums = item.sums_whole if self.name == "auto" else None
+        sums = True if self.name == "auto" else None
         rest = (item.micro_batches, item.where.hardware, item.link, self.options.memory_limit(item.where.hardware), sums)
         places = places_in_whole(graph, repeats)
         if places is not None:
