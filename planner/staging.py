@@ -181,7 +181,7 @@ class StageSearch:
     def _can_share(self, count: int, where: LogicalMesh) -> bool:
         """Whether the devices that share the batch have a piece of every micro-batch."""
         batch = batch_length(self._graph)
-        parts = math.prod(n for n, rule in zip(where.mesh.sizes, where.rules, strict=True) if rule.compute == "follows batch")
+        parts = math.prod(where.mesh.sizes[axis] for axis, rule in enumerate(where.rules) if rule.compute == "follows batch")
         return batch % (count * parts) == 0
 
     def _push_least(self, degree: int, count: int, where: LogicalMesh, link: Link) -> None:

@@ -180,7 +180,7 @@ class StageRun:
 
     def _add_gradients(self, program: StageProgram, made: Sequence[torch.Tensor]) -> None:
         names = program.local.gradients[: len(made)]
-        if self._own.issuperset(names) and not any(name in self._dtypes for name in names):
+        if names and self._own.issuperset(names) and not any(name in self._dtypes for name in names):
             torch._foreach_add_([self.sums[name] for name in names], list(made))
             return
         for name, grad in zip(names, made, strict=True):
