@@ -2,11 +2,20 @@
 
     python benchmarks/strategies.py [--ranks 4] [--rounds 7] [--only ddp ...] [--json]
 
-First the ranks measure, all at once as they will run, what one of them gets: matmul rate, memory rate, cost of a small op, latency and
-rate of a gloo all_reduce. With that record every strategy is planned for two models; then all of them run in turn, round by round,
-so that what else the machine does falls on all alike. A step is forward and backward; the optimizer runs outside the clock, but does
-run, so that what is gathered once per step is gathered. Printed: seconds, Spearman's rank correlation of predicted and measured
-times, and the regret of ``auto``: its measured time over the best measured.
+First the ranks measure, all at once as they will run: matmul rate, memory rate, cost of a small op, cost of gloo collectives by size.
+With that record every strategy is planned for two models; then all of them run in turn, round by round, so that what else the machine
+does falls on all alike. A step is forward and backward; the optimizer runs outside the clock, but does run, so that what is gathered
+once per step is gathered. Nothing is fitted to the strategies.
+
+Where there are more ranks than cores, wall clock tells how ranks wait for a core, not how fast a strategy is: one that leaves ranks
+idle looks fast. The time of a step is therefore that of ranks with a core each: the CPU seconds of a rank's process, all its threads,
+gloo's too. Without stages that is the busiest rank's; with stages the step is replayed, as benchmarks/pipeline.py does: each rank's
+actions in the order in which they ran, each with its own CPU seconds, to which what the rank does beside its actions is added in
+proportion. The machine is measured by the same clock. Wall seconds are printed too.
+
+Printed: seconds, Spearman's rank correlation of predicted and measured times, and the regret of ``auto``: its measured time over the
+best measured. A plan prices every collective as one of its own, while small ones share buffers when they run: "in buffers" is the
+prediction without the latencies that sharing saves.
 """
 
 from __future__ import annotations
@@ -17,6 +26,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -30,9 +40,13 @@ from torch import distributed as dist, multiprocessing as mp, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshwright as mw
+from meshwright.passes.verify import collectives_of
 from meshwright.planner.cost import DEVICES
+from meshwright.planner.cost.comm import collective_s
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.hardware import Device, Hardware, Link
+from meshwright.planner.orders import Action
+from meshwright.planner.simulate import simulate
 from meshwright.planning import Request, capture_call, plan_capture
 from meshwright.report.tables import make_table
 from meshwright.runtime.module import build
@@ -52,7 +66,7 @@ STRATEGIES = (
     "3d",
     "model_parallel",
 )
-SMALL, LARGE = 1 << 4, 1 << 21
+SMALL, LARGE = 1 << 4, 1 << 20
 """Elements of the all_reduces that latency and rate come from."""
 
 
@@ -64,9 +78,9 @@ def _transformer() -> Model:
 class Wide(nn.Module):
     """Many weights for few samples: what moves parameters is slow."""
 
-    def __init__(self, width: int = 768, layers: int = 8):
+    def __init__(self, width: int = 1024, layers: int = 8):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -81,7 +95,7 @@ def _tokens() -> dict[str, torch.Tensor]:
 
 def _vectors() -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(0)
-    return {"x": torch.randn(64, 768, generator=g), "target": torch.randn(64, 768, generator=g)}
+    return {"x": torch.randn(64, 1024, generator=g), "target": torch.randn(64, 1024, generator=g)}
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, torch.Tensor]]]] = {
@@ -93,39 +107,48 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, torch.Te
 # --- this machine -------------------------------------------------------------------------------------------------
 
 
-def _seconds(run: Callable[[], Any], times: int) -> float:
-    """Median seconds of a call on the slowest rank, all ranks at it together."""
+def _cpu_s(run: Callable[[], Any], times: int) -> float:
+    """CPU seconds of a call, all threads: the median over ``times``, the mean over ranks, which all are at it together."""
     found = []
     for _ in range(times):
         dist.barrier()
-        began = time.perf_counter()
+        began = time.process_time()
         run()
-        found.append(time.perf_counter() - began)
-    slowest = torch.tensor(statistics.median(found), dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
+        found.append(time.process_time() - began)
+    together = torch.tensor(statistics.median(found), dtype=torch.float64)
+    dist.all_reduce(together)
+    return float(together) / dist.get_world_size()
+
+
+def _small_ops() -> None:
+    """Kernels on so few elements that all they cost is to be called."""
+    x, w, one = torch.randn(8, 8), torch.randn(8, 8), torch.ones(8)
+    for _ in range(200):
+        y = torch.mm(torch.reshape(x, [8, 8]), torch.permute(w, [1, 0]))
+        y = torch.add(torch.mul(y, x), x)
+        y = torch.native_layer_norm(y, [8], one, one, 1e-5)[0]
+        torch.sum(y, [0], False)
 
 
 def measured_hardware() -> Hardware:
     """What one rank gets of this machine while all of them run; equal on all ranks."""
-    n, ranks = 512, dist.get_world_size()
-    a, b = torch.randn(n, n), torch.randn(n, n)
-    matmul_s = _seconds(lambda: [a @ b for _ in range(8)], 9) / 8
-    x, y, z = (torch.randn(1 << 23) for _ in range(3))
-    add_s = _seconds(lambda: torch.add(x, y, out=z), 9)
-    tiny = torch.randn(64)
-    small_op_s = _seconds(lambda: [tiny.add(1.0) for _ in range(2000)], 9) / 2000
+    rows, n, ranks = 128, 512, dist.get_world_size()
+    a, b = torch.randn(rows, n), torch.randn(n, n)
+    with torch.no_grad():
+        matmul_s = _cpu_s(lambda: [a @ b for _ in range(64)], 9) / 64
+        x, y, z = (torch.randn(1 << 22) for _ in range(3))
+        add_s = _cpu_s(lambda: [torch.add(x, y, out=z) for _ in range(4)], 9) / 4
+        small_op_s = _cpu_s(_small_ops, 9) / (200 * 5)
     little, much = torch.zeros(SMALL), torch.zeros(LARGE)
-    short_s, long_s = _seconds(lambda: dist.all_reduce(little), 21), _seconds(lambda: dist.all_reduce(much), 21)
+    short_s = _cpu_s(lambda: [dist.all_reduce(little) for _ in range(20)], 9) / 20
+    long_s = _cpu_s(lambda: [dist.all_reduce(much) for _ in range(2)], 9) / 2
     latency_s = short_s / (1 + 2 * (ranks - 1))
     moved = 2 * (ranks - 1) / ranks * LARGE * 4
-    flops, rate = 2 * n**3 / matmul_s, 3 * x.numel() * 4 / add_s
-    source = f"measured on {ranks} local ranks of {os.cpu_count()} cores together, load {os.getloadavg()[0]:.1f}"
+    flops, rate = 2 * rows * n * n / matmul_s, 3 * x.numel() * 4 / add_s
+    source = f"CPU seconds on {ranks} local ranks of {os.cpu_count()} cores together, load {os.getloadavg()[0]:.1f}"
     base = DEVICES["CPU"]
     peaks = {name: peak / base.peak_flops_per_s["float32"] * flops / 0.9 for name, peak in base.peak_flops_per_s.items()}
-    device = Device(
-        "CPU", base.memory_bytes, rate, peaks, base.matmul_efficiency, small_op_s + base.kernel_overhead_s / 2, source
-    )
+    device = Device("CPU", base.memory_bytes, rate, peaks, base.matmul_efficiency, small_op_s, source)
     return Hardware(device, (Link("gloo", moved / max(long_s - short_s, 1e-6), latency_s, source),), source)
 
 
@@ -180,10 +203,11 @@ def planned(name: str, ranks: int, hardware: Hardware, strategies: Sequence[str]
     return found
 
 
-def run_all(name: str, ready: Sequence[Ready], rounds: int) -> dict[str, float]:
-    """Median measured seconds of a step by strategy; on every rank."""
+def run_all(name: str, ready: Sequence[Ready], rounds: int) -> dict[str, tuple[float, float, dict[str, int]]]:
+    """By strategy: median seconds of a step, of ranks with a core each and by the wall clock, and what sharing buffers saves; on every
+    rank."""
     make, make_batch = MODELS[name]
-    batch, modules, times = make_batch(), dict[str, Any](), dict[str, list[float]]()
+    batch, modules, times = make_batch(), dict[str, Any](), dict[str, list[tuple[float, float]]]()
     for r in ready:
         torch.manual_seed(0)
         modules[r.strategy] = build(make(), r.capture, r.plan, init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -191,14 +215,64 @@ def run_all(name: str, ready: Sequence[Ready], rounds: int) -> dict[str, float]:
     for number in range(rounds + 1):
         for strategy, pm in modules.items():
             optimizers[strategy].zero_grad(set_to_none=True)
+            log = pm._programs[0].engine.log_actions() if pm.plan.pipeline else []
             dist.barrier()
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             pm.step(batch)
+            busy = time.process_time() - cpu
             dist.barrier()
+            wall = time.perf_counter() - began
             if number:
-                times.setdefault(strategy, []).append(time.perf_counter() - began)
+                times.setdefault(strategy, []).append((_with_a_core_each(pm.plan, busy, log), wall))
             optimizers[strategy].step()
-    return {strategy: statistics.median(found) for strategy, found in times.items()}
+    return {
+        s: (statistics.median(c for c, _ in found), statistics.median(w for _, w in found), _spared(modules[s]))
+        for s, found in times.items()
+    }
+
+
+def _spared(pm: Any) -> dict[str, int]:
+    """How many fewer collectives a step has than the plan counts, by kind and mesh axis: small ones share buffers."""
+    parts: list[tuple[int, Sequence[Any]]] = []
+    if pm.plan.pipeline is None:
+        parts.append((1, pm._library.programs[0].local.collectives))
+    else:
+        for run in pm._programs[0].runs.values():
+            parts.append((pm.plan.pipeline.micro_batches, run.program.local.collectives))
+            parts += [(1, collectives_of(f.program.graph.nodes)) for f in run.program.finishes if f.role == "gradient"]
+    before = pm.plan.pipeline is not None and pm.plan.pipeline.micro_batches > 1  # the axis of micro-batches
+    found: Counter[str] = Counter()
+    for times, collectives in parts:
+        for c in collectives:
+            found[f"{c.kind} {c.axis - before}"] += times * (len(c.values) - 1)
+    return dict(found)
+
+
+def _with_a_core_each(plan: mw.Plan, busy_s: float, log: Sequence[Any]) -> float:
+    """Seconds of a step, were every rank alone on a core. Collective.
+
+    Args:
+        plan: what ran.
+        busy_s: CPU seconds of this rank.
+        log: the actions of this rank's stages.
+    """
+    actions = [(entry.kind, entry.stage, entry.micro_batch, entry.cpu_s) for entry in log]
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (busy_s, actions))
+    if plan.pipeline is None:
+        return max(busy for busy, _ in told)
+    inside = len(told) // plan.pipeline.degree
+    columns = []
+    for column in range(inside):  # ranks of one column send to each other; columns wait for each other inside stages
+        ranks = [told[row * inside + column] for row in range(plan.pipeline.degree)]
+        own = {
+            Action(kind, stage, i): seconds * busy / max(sum(s for *_, s in actions), 1e-9)
+            for busy, actions in ranks
+            for kind, stage, i, seconds in actions
+        }
+        order = [tuple(Action(kind, stage, i) for kind, stage, i, _ in actions) for _, actions in ranks]
+        columns.append(simulate(plan.pipeline, order, own.__getitem__).step_s)
+    return max(columns)
 
 
 def measured_fields() -> dict[str, Any]:
@@ -226,12 +300,26 @@ def run_model(name: str, hardware: Hardware, options: argparse.Namespace) -> lis
             "model": name,
             "strategy": r.strategy,
             "predicted_s": r.plan.predicted.step_time_s,
-            "measured_s": measured[r.strategy],
+            "in_buffers_s": max(
+                r.plan.predicted.compute_s, r.plan.predicted.step_time_s - _latency_s(r, measured[r.strategy][2], hardware)
+            ),
+            "measured_s": measured[r.strategy][0],
+            "wall_s": measured[r.strategy][1],
             "mesh": list(r.plan.mesh.sizes),
             "stages": 1 if r.plan.pipeline is None else r.plan.pipeline.degree,
         }
         for r in ready
     ]
+
+
+def _latency_s(ready: Ready, spared: dict[str, int], hardware: Hardware) -> float:
+    """Seconds that the prediction counts for collectives which share a buffer with another."""
+    sizes = ready.plan.mesh.sizes
+    total = 0.0
+    for named, count in spared.items():
+        kind, axis = named.split()
+        total += count * collective_s(hardware.links[0], kind, sizes[int(axis)], 0)
+    return total
 
 
 def spearman(first: list[float], second: list[float]) -> float:
@@ -246,6 +334,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "model": rows[0]["model"],
         "spearman": spearman([r["predicted_s"] for r in rows], [r["measured_s"] for r in rows]),
+        "spearman_in_buffers": spearman([r["in_buffers_s"] for r in rows], [r["measured_s"] for r in rows]),
+        "spearman_wall": spearman([r["predicted_s"] for r in rows], [r["wall_s"] for r in rows]),
         "regret": measured["auto"] / min(measured.values()) if "auto" in measured else None,
         "load": os.getloadavg()[0],
     }
@@ -269,9 +359,10 @@ def main() -> None:
     console.print("this machine, per rank: " + ", ".join(f"{k} {v:.3g}" for k, v in _told(hardware).items()))
     for rows, told in zip(by_model, summaries, strict=True):
         regret = "-" if told["regret"] is None else f"{told['regret']:.2f}"
-        figures = ("stages", "mesh inside", "predicted ms", "measured ms", "ratio")
+        figures = ("stages", "mesh", "predicted", "in buffers", "measured", "ratio", "wall")
         table = make_table(
-            f"{told['model']}: Spearman {told['spearman']:.2f}, regret of auto {regret}, load {told['load']:.1f}",
+            f"{told['model']}, ms a step: Spearman {told['spearman']:.2f} (in buffers {told['spearman_in_buffers']:.2f}, with the wall "
+            f"clock {told['spearman_wall']:.2f}), regret of auto {regret}, load {told['load']:.1f}",
             "strategy",
             *figures,
             right=figures,
@@ -279,8 +370,10 @@ def main() -> None:
         for r in sorted(rows, key=lambda r: r["measured_s"]):
             seconds = (
                 f"{1e3 * r['predicted_s']:.1f}",
+                f"{1e3 * r['in_buffers_s']:.1f}",
                 f"{1e3 * r['measured_s']:.1f}",
                 f"{r['predicted_s'] / r['measured_s']:.2f}",
+                f"{1e3 * r['wall_s']:.1f}",
             )
             table.add_row(r["strategy"], str(r["stages"]), "x".join(map(str, r["mesh"])), *seconds)
         console.print(table)

@@ -22,9 +22,9 @@ SAMPLE = {
     "gpt2": ("ddp", "zero3", "tp"),
     "llama": ("tp",),
     "qwen3": ("tp",),
-    "bert": ("zero3", "tp"),
+    "bert": ("tp",),
     "vit": ("auto", "zero3"),
-    "t5": ("ddp", "tp"),
+    "t5": ("tp",),
 }
 """What runs on 2x2 by default; llama and t5 under other strategies below, and in stages in test_pipeline.py."""
 

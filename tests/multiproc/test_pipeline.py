@@ -91,7 +91,7 @@ def _public(rank: int, names: tuple[str, ...], options: dict[str, Any]) -> tuple
     return float(loss), {"names": sorted(found)}, pm.plan.report(), compare(found, {n: wanted[n] for n in found}, RTOL, 1e-6)
 
 
-@pytest.mark.parametrize("names", [("pp", "dp"), ("dp", "pp")])
+@pytest.mark.parametrize("names", [pytest.param(("pp", "dp"), marks=pytest.mark.slow), ("dp", "pp")])
 def test_a_mesh_axis_named_pp_means_stages(names):
     wanted = reference("llama_tied")
     ranks = run_ranks(4, _public, names, {"strategy": "ddp", "micro_batches": 4, "schedule": "1f1b"})
