@@ -17,6 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from meshwright.planner.cost import CostModel
+from meshwright.planner.cost.compute import Priced, priced_columns
 from meshwright.planner.cost.steps import Steps
 from meshwright.planner.ir.cluster import Cluster, ClusterRow
 from meshwright.planner.ir.cuts import Cuts
@@ -96,11 +97,20 @@ class MicroCosts:
 
     def cluster_costs(self, cluster: Cluster, candidates: Sequence[tuple[ClusterRow, ...]]) -> np.ndarray:
         """Seconds of a cluster per step under each candidate, float64 [candidates]."""
+        row, runs = self._known_over_time(cluster)
+        return runs * self._model.cluster_costs(cluster, [(row, *candidate) for candidate in candidates])
+
+    def clusters_costs(self, parts: Sequence[tuple[Cluster, Priced]]) -> list[np.ndarray]:
+        """Likewise for several clusters at once."""
+        over_time = [self._known_over_time(cluster) for cluster, _ in parts]
+        longer = [(cluster, _after(row, cluster, priced)) for (cluster, priced), (row, _) in zip(parts, over_time, strict=True)]
+        return [runs * s for (_, runs), s in zip(over_time, self._model.clusters_costs(longer), strict=True)]
+
+    def _known_over_time(self, cluster: Cluster) -> tuple[ClusterRow, int]:
         key = cluster.name, len(cluster.ops)
         if key not in self._rows:
             self._rows[key] = self._over_time(cluster)
-        row, runs = self._rows[key]
-        return runs * self._model.cluster_costs(cluster, [(row, *candidate) for candidate in candidates])
+        return self._rows[key]
 
     def _over_time(self, cluster: Cluster) -> tuple[ClusterRow, int]:
         """A cluster's row over the axis of micro-batches, and how often it runs."""
@@ -158,6 +168,13 @@ class MicroCosts:
     def sort_of(self, value: Value) -> object:
         """What tells apart values whose steps cost otherwise although they look alike."""
         return self.time.made[value.name], value.name in self.time.late, value.name in self.time.whole
+
+
+def _after(row: ClusterRow, cluster: Cluster, priced: Priced) -> Priced:
+    """The same with one row for all candidates over an axis before the others."""
+    rows = [*priced.rows, row]
+    first = np.full((len(priced), 1), len(priced.rows), dtype=np.int64)
+    return Priced(priced_columns(cluster, rows), rows, np.hstack([first, priced.index]))
 
 
 def _lead_to(graph: OpGraph, parameters: Collection[str]) -> frozenset[str]:

@@ -9,7 +9,8 @@ import itertools
 from collections.abc import Sequence
 
 from meshwright.planner.ir.cluster import ClusterGraph
-from meshwright.planner.solve.candidates import Edges, edges, rows_on_axes
+from meshwright.planner.solve.candidates import Edges, edges
+from meshwright.planner.solve.combine import table_of
 from meshwright.planner.solve.tables import Costs
 
 
@@ -54,7 +55,7 @@ class KernelFloors:
         key = g, size, follow
         if key not in self._rows:
             cluster = self._clusters.clusters[self._members[g][0]]
-            (legal,) = rows_on_axes(cluster, (size,))
+            legal = list(table_of(cluster).on(size))
             kept = [r for r in legal if any(w is None or edges(cluster.rows[r]) in w for w in wanted)]
             self._rows[key] = kept or legal
         return self._rows[key]

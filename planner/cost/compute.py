@@ -5,17 +5,20 @@ Works on many candidates at once: a local shape is an integer array [candidates,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from meshwright.planner.cost.devices import matmul_tiles
 from meshwright.planner.cost.formulas import compiled
-from meshwright.planner.ir.cluster import Cluster
+from meshwright.planner.ir.cluster import Cluster, ClusterRow
+from meshwright.planner.ir.cuts import Cuts, cuts_of_columns, padded, piece_shapes, stacked
 from meshwright.planner.ir.graph import Op
 from meshwright.planner.ir.hardware import Device
+from meshwright.planner.ir.spec import Placement
 from meshwright.planner.kinds import argument, is_free, packet
 
 Local = np.ndarray
@@ -184,58 +187,80 @@ def kernel_of(op: Op) -> Callable[[Pieces], np.ndarray] | None:
     return KERNELS.get(name)
 
 
-class ClusterShapes:
-    """Local shapes of a cluster's values for candidates, from tables over its rows.
+Columns = Mapping[tuple, tuple[tuple[int, ...], Sequence[Placement | None]]]
+"""What has a price, by any keys: global shape, and placement in each row (None where an op makes no such result)."""
+
+
+class Priced:
+    """What of a cluster has a price under some candidates, before any sizes.
 
     Args:
-        cluster: the cluster.
+        columns: what has a price.
         rows: the distinct rows that candidates are made of.
-        sizes: mesh axis sizes.
+        index: row of each candidate over each axis, int64 [candidates, axes].
+
+    Attributes:
+        shape: global shape of every column of every candidate, int64 [candidates * columns, dims].
+        cuts: how it is cut, [candidates * columns, axes].
     """
 
-    def __init__(self, cluster: Cluster, rows: Sequence, sizes: tuple[int, ...]):
-        self._rows = rows
-        self._sizes = np.asarray(sizes, dtype=np.int64)
+    def __init__(self, columns: Columns, rows: Sequence[ClusterRow], index: np.ndarray):
+        self.rows, self.index = rows, index
+        self._at = {key: v for v, key in enumerate(columns)}
+        shapes = [shape for shape, _ in columns.values()]
+        self._num_dims = [len(shape) for shape in shapes]
+        self.shape = np.tile(padded(shapes), (len(index), 1)) if shapes else np.ones((0, 1), dtype=np.int64)
+        self.cuts = cuts_of_columns([placed for _, placed in columns.values()], len(rows)).of_candidates(index)
 
-    def local(self, shape: tuple[int, ...], placements: Sequence, index: np.ndarray) -> Local:
-        """Local shapes of a value.
+    def __len__(self) -> int:
+        return len(self.index)
 
-        Args:
-            shape: its global shape.
-            placements: its placement in each row; None where the op makes no such result.
-            index: row of each candidate over each axis, int [candidates, axes].
-        """
-        cut = np.zeros((len(placements), len(shape)), dtype=bool)
-        for r, p in enumerate(placements):
-            if p is not None and p.is_shard and p.dim < len(shape):
-                cut[r, p.dim] = True
-        parts = np.where(cut[index], self._sizes[None, :, None], 1).prod(axis=1)
-        return -(-np.asarray(shape, dtype=np.int64)[None, :] // parts)
+    def local(self, pieces: np.ndarray, key: tuple) -> Local:
+        """A column's local shapes; ``pieces`` are those of all, int64 [candidates * columns, dims]."""
+        v = self._at[key]
+        return pieces.reshape(len(self.index), len(self._at), -1)[:, v, : self._num_dims[v]]
 
-    def cut(self, placements: Sequence, dim: int, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def cut(self, placements: Sequence[Placement], dim: int, sizes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         """Groups that ``dim`` is cut in (1: none), and the plain pieces it is cut in before, int [candidates]."""
-        on_dim = [p is not None and p.is_shard and p.dim == dim for p in placements]
+        on_dim = [p.is_shard and p.dim == dim for p in placements]
         split = np.array([p.split if on else 1 for p, on in zip(placements, on_dim, strict=True)], dtype=np.int64)
         plain = np.array([on and p.split == 1 for p, on in zip(placements, on_dim, strict=True)], dtype=bool)
-        return split[index].max(axis=1), np.where(plain[index], self._sizes[None, :], 1).prod(axis=1)
+        return split[self.index].max(axis=1), np.where(plain[self.index], np.array(sizes), 1).prod(axis=1)
 
 
-def _kernel_s(cluster: Cluster, shapes: ClusterShapes, rows: Sequence, index: np.ndarray, device: Device) -> np.ndarray:
+def priced_columns(cluster: Cluster, rows: Sequence[ClusterRow]) -> Columns:
+    """What of a cluster has a price: what crosses its border, and what its kernels (of a placeholder: its casts) read and write.
+
+    Keys are (op, "ins" or "outs", slot), where op -1 stands for the cluster itself.
+    """
+    found: dict[tuple, tuple[tuple[int, ...], list[Placement | None]]] = {}
+    if all(map(is_free, cluster.ops)):
+        return found
+    if cluster.source is None:
+        found.update({(-1, "ins", s): (v.shape, [r.ins[s] for r in rows]) for s, v in enumerate(cluster.ins)})
+        found.update({(-1, "outs", s): (v.shape, [r.outs[s] for r in rows]) for s, v in enumerate(cluster.outs)})
+    for i, op in enumerate(cluster.ops):
+        if kernel_of(op) is not None or (cluster.source is not None and not is_free(op)):
+            members = [r.members[i] for r in rows]
+            found.update({(i, "ins", s): (v.shape, [m.ins[s] for m in members]) for s, v in enumerate(op.ins)})
+            found.update(
+                {(i, "outs", s): (v.shape, [m.outs[s] for m in members]) for s, v in enumerate(op.outs) if v is not None}
+            )
+    return found
+
+
+def _kernel_s(cluster: Cluster, priced: Priced, local: Callable[[tuple], Local], sizes: tuple, device: Device) -> np.ndarray:
     """Seconds of arithmetic of all ops of a cluster."""
-    total = np.zeros(len(index))
+    total = np.zeros(len(priced))
     for i, op in enumerate(cluster.ops):
         kernel = kernel_of(op)
         if kernel is None:
             continue
-        ins = tuple(shapes.local(v.shape, [r.members[i].ins[s] for r in rows], index) for s, v in enumerate(op.ins))
-        outs = tuple(
-            None if v is None else shapes.local(v.shape, [r.members[i].outs[s] for r in rows], index)
-            for s, v in enumerate(op.outs)
-        )
-        members = [r.members[i] for r in rows]
+        ins = tuple(local((i, "ins", s)) for s in range(len(op.ins)))
+        outs = tuple(None if v is None else local((i, "outs", s)) for s, v in enumerate(op.outs))
 
-        def cut(slot: int, dim: int, members: list = members) -> tuple[np.ndarray, np.ndarray]:
-            return shapes.cut([m.ins[slot] for m in members], dim, index)
+        def cut(slot: int, dim: int, i: int = i) -> tuple[np.ndarray, np.ndarray]:
+            return priced.cut([r.members[i].ins[slot] for r in priced.rows], dim, sizes)
 
         total += kernel(Pieces(op, ins, outs, device, cut))
     return total
@@ -245,39 +270,33 @@ def _bytes(dtype: torch.dtype, local: Local) -> np.ndarray:
     return _numel(local) * dtype.itemsize
 
 
-def _traffic(cluster: Cluster, shapes: ClusterShapes, rows: Sequence, index: np.ndarray) -> np.ndarray:
+def _traffic(cluster: Cluster, num: int, local: Callable[[tuple], Local]) -> np.ndarray:
     """Bytes that a compute cluster reads and writes: what crosses its border."""
-    ins = [_bytes(v.dtype, shapes.local(v.shape, [r.ins[s] for r in rows], index)) for s, v in enumerate(cluster.ins)]
-    outs = [_bytes(v.dtype, shapes.local(v.shape, [r.outs[s] for r in rows], index)) for s, v in enumerate(cluster.outs)]
-    written = sum(outs, np.zeros(len(index), dtype=np.int64))
+    ins = [_bytes(v.dtype, local((-1, "ins", s))) for s, v in enumerate(cluster.ins)]
+    outs = [_bytes(v.dtype, local((-1, "outs", s))) for s, v in enumerate(cluster.outs)]
+    written = sum(outs, np.zeros(num, dtype=np.int64))
     tables = {op.ins[0].name for op in cluster.ops if packet(op.target) in _SCATTERED}
     read = sum(
         (np.minimum(n, written) if v.name in tables else n for v, n in zip(cluster.ins, ins, strict=True)),
-        np.zeros(len(index), dtype=np.int64),
+        np.zeros(num, dtype=np.int64),
     )
     return read + written
 
 
-def _cast_traffic(cluster: Cluster, shapes: ClusterShapes, rows: Sequence, index: np.ndarray) -> np.ndarray:
+def _cast_traffic(cluster: Cluster, num: int, local: Callable[[tuple], Local]) -> np.ndarray:
     """Bytes that the casts of a placeholder read and write; its views are free."""
-    total = np.zeros(len(index), dtype=np.int64)
+    total = np.zeros(num, dtype=np.int64)
     for i, op in enumerate(cluster.ops):
-        if is_free(op):
-            continue
-        members = [r.members[i] for r in rows]
-        for s, v in enumerate(op.ins):
-            total += _bytes(v.dtype, shapes.local(v.shape, [m.ins[s] for m in members], index))
-        for s, out in enumerate(op.outs):
-            if out is not None:
-                total += _bytes(out.dtype, shapes.local(out.shape, [m.outs[s] for m in members], index))
+        if not is_free(op):
+            total += sum(_bytes(v.dtype, local((i, "ins", s))) for s, v in enumerate(op.ins))
+            total += sum(_bytes(v.dtype, local((i, "outs", s))) for s, v in enumerate(op.outs) if v is not None)
     return total
 
 
-def cluster_seconds(cluster: Cluster, rows: Sequence, index: np.ndarray, sizes: tuple[int, ...], device: Device) -> np.ndarray:
-    """Seconds of a cluster for every candidate.
-
-    A cluster is one kernel: the longer of its arithmetic and its memory traffic, plus a fixed time. Views and casts to
-    wider types alone cost nothing; a placeholder costs its other casts.
+def cluster_seconds(
+    cluster: Cluster, rows: Sequence[ClusterRow], index: np.ndarray, sizes: tuple[int, ...], device: Device
+) -> np.ndarray:
+    """Seconds of a cluster for every candidate, float64 [candidates]; see :func:`clusters_seconds`.
 
     Args:
         cluster: what runs.
@@ -285,17 +304,39 @@ def cluster_seconds(cluster: Cluster, rows: Sequence, index: np.ndarray, sizes: 
         index: row of each candidate over each axis, int [candidates, axes].
         sizes: mesh axis sizes.
         device: on what.
+    """
+    return clusters_seconds([(cluster, Priced(priced_columns(cluster, rows), rows, index))], sizes, device)[0]
+
+
+def clusters_seconds(parts: Sequence[tuple[Cluster, Priced]], sizes: tuple[int, ...], device: Device) -> list[np.ndarray]:
+    """Seconds of several clusters, each under some candidates.
+
+    A cluster is one kernel: the longer of its arithmetic and its memory traffic, plus a fixed time. Views and casts to
+    wider types alone cost nothing; a placeholder costs its other casts.
+
+    Args:
+        parts: what runs, and what of it has a price.
+        sizes: mesh axis sizes.
+        device: on what.
 
     Returns:
-        float64 [candidates].
+        For each float64 [candidates].
     """
-    working = [op for op in cluster.ops if not is_free(op)]
+    if not parts:
+        return []
+    shape, cuts = stacked([p.shape for _, p in parts]), Cuts.stacked([p.cuts for _, p in parts])
+    pieces = np.split(piece_shapes(shape, cuts, sizes), np.cumsum([len(p.shape) for _, p in parts])[:-1])
+    return [_seconds(cluster, priced, own, sizes, device) for (cluster, priced), own in zip(parts, pieces, strict=True)]
+
+
+def _seconds(cluster: Cluster, priced: Priced, pieces: np.ndarray, sizes: tuple[int, ...], device: Device) -> np.ndarray:
+    working = sum(not is_free(op) for op in cluster.ops)
     if not working:
-        return np.zeros(len(index))
-    shapes = ClusterShapes(cluster, rows, sizes)
+        return np.zeros(len(priced))
+    local = partial(priced.local, pieces)
     if cluster.source is not None:
-        traffic, kernels = _cast_traffic(cluster, shapes, rows, index), len(working)
+        traffic, kernels = _cast_traffic(cluster, len(priced), local), working
     else:
-        traffic, kernels = _traffic(cluster, shapes, rows, index), 1
-    arithmetic = _kernel_s(cluster, shapes, rows, index, device)
+        traffic, kernels = _traffic(cluster, len(priced), local), 1
+    arithmetic = _kernel_s(cluster, priced, local, sizes, device)
     return np.maximum(arithmetic, traffic / device.memory_bytes_per_s) + kernels * device.kernel_overhead_s

@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from meshwright.planner.cost import comm
-from meshwright.planner.cost.compute import cluster_seconds
+from meshwright.planner.cost.compute import Priced, cluster_seconds, clusters_seconds
 from meshwright.planner.cost.steps import Steps
 from meshwright.planner.ir.cluster import Cluster, ClusterRow
 from meshwright.planner.ir.cuts import are_scattered, padded, piece_numels
@@ -67,6 +67,10 @@ class CostModel:
         if not rows:
             return np.zeros(0)
         return cluster_seconds(cluster, rows, index, self.mesh.sizes, self.hardware.device)
+
+    def clusters_costs(self, parts: Sequence[tuple[Cluster, Priced]]) -> list[np.ndarray]:
+        """Likewise for several clusters at once."""
+        return clusters_seconds(parts, self.mesh.sizes, self.hardware.device)
 
     def collective_s(self, kind: str, axis: int, size_bytes: int) -> float:
         """Seconds of one collective over a mesh axis.

@@ -37,8 +37,22 @@ class Cuts:
         dim, split = _cut(flat)
         return cls(dim.reshape(-1, num_axes), split.reshape(-1, num_axes))
 
+    @classmethod
+    def stacked(cls, parts: Sequence[Cuts]) -> Cuts:
+        """Several behind each other."""
+        return cls(np.concatenate([p.dim for p in parts]), np.concatenate([p.split for p in parts]))
+
     def __getitem__(self, index: np.ndarray) -> Cuts:
         return Cuts(self.dim[index], self.split[index])
+
+    def of_candidates(self, index: np.ndarray) -> Cuts:
+        """From how rows cut columns ([rows, columns]) to how candidates, made of one row per axis, do: [candidates * columns, axes].
+
+        Args:
+            index: row of each candidate over each axis, int64 [candidates, axes].
+        """
+        flat = (len(index) * self.dim.shape[1], index.shape[1])
+        return Cuts(self.dim[index].swapaxes(1, 2).reshape(flat), self.split[index].swapaxes(1, 2).reshape(flat))
 
     @property
     def num_axes(self) -> int:
@@ -57,17 +71,26 @@ def _cut(placements: Sequence[Placement | None]) -> tuple[np.ndarray, np.ndarray
     return dim, split
 
 
-def cuts_of_rows(columns: Sequence[Sequence[Placement | None]]) -> Cuts:
-    """Those of placements over one axis, [rows, columns], as arrays of that shape without an axis of axes."""
-    flat = [p for row in columns for p in row]
-    dim, split = _cut(flat)
-    return Cuts(dim.reshape(len(columns), -1), split.reshape(len(columns), -1))
+def cuts_of_columns(columns: Sequence[Sequence[Placement | None]], num_rows: int) -> Cuts:
+    """How rows cut values over one axis, from each value's placement in every row (None: not made): [rows, columns]."""
+    dim, split = _cut([p for column in columns for p in column])
+    return Cuts(dim.reshape(len(columns), num_rows).T, split.reshape(len(columns), num_rows).T)
 
 
 def padded(shapes: Sequence[Sequence[int]]) -> np.ndarray:
     """Shapes of equal length, int64 [shapes, dims], at least one dim."""
     num_dims = max((len(shape) for shape in shapes), default=1) or 1
     return np.array([(*shape, *(1,) * (num_dims - len(shape))) for shape in shapes], dtype=np.int64).reshape(-1, num_dims)
+
+
+def stacked(shapes: Sequence[np.ndarray]) -> np.ndarray:
+    """Padded shapes of different length behind each other."""
+    num_dims = max(s.shape[1] for s in shapes)
+    found, end = np.ones((sum(map(len, shapes)), num_dims), dtype=np.int64), 0
+    for s in shapes:
+        found[end : end + len(s), : s.shape[1]] = s
+        end += len(s)
+    return found
 
 
 def _product(dim: np.ndarray, sizes: Sequence[int], num_dims: int) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 from meshwright.planner.cost.compute import cluster_seconds
 from meshwright.planner.ir.cluster import Cluster, ClusterGraph
 from meshwright.planner.ir.hardware import Device
-from meshwright.planner.solve.candidates import rows_on_axes
+from meshwright.planner.solve.combine import table_of
 
 
 class Floors:
@@ -26,7 +26,6 @@ class Floors:
     def __init__(self, clusters: ClusterGraph, device: Device):
         self._device = device
         self._known: dict[tuple[int, tuple[int, ...]], float] = {}
-        self._rows: dict[tuple[int, int], list[int]] = {}
         first: dict[int, Cluster] = {}
         self.counts: dict[int, int] = {}
         for cluster, g, weight in zip(clusters.clusters, clusters.class_of, clusters.weights, strict=True):
@@ -42,13 +41,10 @@ class Floors:
         """Likewise of the clusters of one class, all of them together."""
         key = (g, tuple(sorted(sizes)))
         if key not in self._known:
-            self._known[key] = self.counts[g] * self._least(g, self._first[g], key[1])
+            self._known[key] = self.counts[g] * self._least(self._first[g], key[1])
         return self._known[key]
 
-    def _least(self, g: int, cluster: Cluster, sizes: tuple[int, ...]) -> float:
-        new = [n for n in dict.fromkeys(sizes) if (g, n) not in self._rows]
-        for n, rows in zip(new, rows_on_axes(cluster, new), strict=True):
-            self._rows[g, n] = rows
-        grids = np.meshgrid(*(np.array(self._rows[g, n]) for n in sizes), indexing="ij")
+    def _least(self, cluster: Cluster, sizes: tuple[int, ...]) -> float:
+        grids = np.meshgrid(*(np.array(table_of(cluster).on(n)) for n in sizes), indexing="ij")
         index = np.stack([grid.ravel() for grid in grids], axis=1)
         return float(cluster_seconds(cluster, cluster.rows, index, sizes, self._device).min())

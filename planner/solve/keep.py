@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from meshwright.planner.ir.cluster import Cluster, ClusterRow
+from meshwright.planner.ir.cluster import Cluster
 from meshwright.planner.ir.graph import Op, Value
 from meshwright.planner.ir.redistribute import legal_step, step_axis
 from meshwright.planner.ir.spec import Placement, Placements, R
 from meshwright.planner.kinds import is_free
 from meshwright.planner.solve.candidates import Candidate, piece_bytes
+
+if TYPE_CHECKING:
+    from meshwright.planner.solve.combine import Expanded
 
 
 class StepCosts(Protocol):
@@ -94,59 +97,45 @@ def _views(ops: tuple[Op, ...], root: str, above: frozenset[int], same: dict[str
     return frozenset(found)
 
 
-def with_kept(
-    cluster: Cluster, candidates: Sequence[Candidate], sizes: tuple[int, ...], costs: StepCosts
-) -> tuple[tuple[Candidate, ...], tuple[float, ...]]:
-    """``candidates``, and behind them those that keep a copy which is whole over some axes that shard the parameter.
+Gathers = dict[tuple, "tuple[float, tuple[Placements, ...]] | None"]
+"""What is known of gathers on a mesh: by value, where it is made and the axes that are gathered, seconds and path."""
+
+
+def with_kept(expanded: Expanded, sizes: tuple[int, ...], costs: StepCosts, known: Gathers) -> tuple[Expanded, tuple[float, ...]]:
+    """The candidates, and behind them those that keep a copy which is whole over some axes that shard the parameter.
 
     Of several that rest differently and are read alike, the one that is gathered fastest.
+
+    Args:
+        expanded: the candidates.
+        sizes: of the mesh axes.
+        costs: what steps cost.
+        known: what other parameters found out; grows.
 
     Returns:
         The candidates, and for each the seconds of gathering the copy once.
     """
-    root = root_of(cluster)
-    if root is None:
-        return tuple(candidates), (0.0,) * len(candidates)
-    rows = _KeptRows(cluster, root)
-    best: dict[tuple, tuple[float, Candidate]] = {}
-    for candidate in candidates:
-        made = rows.made(candidate)
+    table, none = expanded.table, (0.0,) * len(expanded.candidates)
+    if table.root is None:
+        return expanded, none
+    root = table.root.value
+    best: dict[tuple, tuple[float, tuple[Placements, ...], tuple[int, ...]]] = {}
+    for combination in expanded.index.tolist():
+        made = table.made(combination)
         sharded = [a for a, n in enumerate(sizes) if n > 1 and made[a].is_shard]
         for count in range(1, len(sharded) + 1):
             for axes in itertools.combinations(sharded, count):
-                key = (axes, tuple(id(row) for a, row in enumerate(candidate.rows) if a not in axes))
-                found = _fastest(root.value, made, axes, costs)
+                gather = root.shape, root.dtype, made, axes
+                if gather not in known:
+                    known[gather] = _fastest(root, made, axes, costs)
+                key, found = (axes, tuple(r for a, r in enumerate(combination) if a not in axes)), known[gather]
                 if found is not None and (key not in best or found[0] < best[key][0]):
-                    best[key] = found[0], rows.kept(candidate, axes, found[1])
-    return (*candidates, *(c for _, c in best.values())), (*(0.0 for _ in candidates), *(s for s, _ in best.values()))
-
-
-class _KeptRows:
-    """Rows of a cluster whose readers find a kept copy over an axis."""
-
-    def __init__(self, cluster: Cluster, root: Root):
-        self._whole = next(row for row in cluster.rows if row.rest == R and all(p.is_replicate for p in row.outs))
-        self._root = root
-        self._at = next((m for m, op in enumerate(cluster.ops) if op.outs[0] == root.value), None)
-        self._built: dict[int, ClusterRow] = {}
-
-    def made(self, candidate: Candidate) -> Placements:
-        """Where the cluster makes the value that is kept."""
-        if self._at is None:
-            assert candidate.rest is not None
-            return candidate.rest
-        return tuple(row.members[self._at].outs[0] or R for row in candidate.rows)
-
-    def kept(self, candidate: Candidate, axes: Sequence[int], path: tuple[Placements, ...]) -> Candidate:
-        rows = tuple(self._row(row) if a in axes else row for a, row in enumerate(candidate.rows))
-        return replace(Candidate.of(rows), kept=path)
-
-    def _row(self, row: ClusterRow) -> ClusterRow:
-        if id(row) not in self._built:
-            pairs = enumerate(zip(row.members, self._whole.members, strict=True))
-            members = tuple(rest if m in self._root.above else whole for m, (rest, whole) in pairs)
-            self._built[id(row)] = replace(row, outs=self._whole.outs, members=members)
-        return self._built[id(row)]
+                    best[key] = *found, tuple(table.kept(r) if a in axes else r for a, r in enumerate(combination))
+    if not best:
+        return expanded, none
+    seconds, paths, kept = zip(*best.values(), strict=True)
+    more = table.expanded(np.array(kept, dtype=np.int64), paths)
+    return expanded.followed_by(more), (*none, *seconds)
 
 
 def _fastest(

@@ -10,7 +10,7 @@ from meshwright.planner.ir.cluster import Cluster
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.graph import GraphInput, OpGraph
 from meshwright.planner.ir.hardware import Device
-from meshwright.planner.solve.candidates import Candidate, piece_numel
+from meshwright.planner.solve.combine import Expanded
 
 # Bytes of optimizer state per parameter element: two float32 moments, none, or one float32 momentum.
 OPTIMIZER_BYTES: Mapping[str, int] = {"adamw": 8, "adam": 8, "sgd": 0, "sgd-momentum": 4}
@@ -63,7 +63,7 @@ def rest_bytes(source: GraphInput, numel: int, state_bytes: int, has_gradient: b
 def resting(
     graph_gradients: frozenset[str],
     members: Sequence[Cluster],
-    candidates: Sequence[Candidate],
+    expanded: Expanded,
     sizes: tuple[int, ...],
     state_bytes: int,
     times: Callable[[str], int],
@@ -73,16 +73,17 @@ def resting(
     Args:
         graph_gradients: value names of the parameters that get a gradient.
         members: clusters of the class.
-        candidates: of the class.
+        expanded: candidates of the class.
         sizes: of the mesh axes.
         state_bytes: optimizer state per parameter element.
         times: name of a value to how many it stands for.
     """
     total: dict[str, np.ndarray] = {}
+    numels: dict[tuple[int, ...], np.ndarray] = {}
     for source in (m.source for m in members if m.source is not None):
-        for c, candidate in enumerate(candidates):
-            assert candidate.rest is not None
-            numel = piece_numel(source.value.shape, candidate.rest, sizes)
-            for category, size in rest_bytes(source, numel, state_bytes, source.value.name in graph_gradients).items():
-                total.setdefault(category, np.zeros(len(candidates)))[c] += size * times(source.value.name)
+        shape, name = source.value.shape, source.value.name
+        if shape not in numels:
+            numels[shape] = expanded.rest_numels(shape, sizes).astype(float)
+        for category, size in rest_bytes(source, 1, state_bytes, name in graph_gradients).items():
+            total[category] = total.get(category, 0.0) + numels[shape] * (size * times(name))
     return total

@@ -59,6 +59,10 @@ class PlacementNetwork:
         """Placements to node."""
         return {p: i for i, p in enumerate(self.nodes)}
 
+    def at(self, placements: Iterable[Placements]) -> np.ndarray:
+        """Nodes of placements, int64 [placements]."""
+        return np.array([self.index[p] for p in placements], dtype=np.int64)
+
     def are(self, axes: Iterable[int], kinds: Iterable[str]) -> np.ndarray:
         """Whether an arc is one of some kinds over one of some axes, bool [arcs]."""
         of_kind = np.isin(self.kinds, [KINDS.index(k) for k in kinds])
@@ -93,14 +97,18 @@ def _priced(wishes: Sequence[Wish], costs: StepCosts, sizes: tuple[int, ...]) ->
     """One network per wish; all arcs are priced at once."""
     if not wishes:
         return []
-    parts = [_Part.of(_lattice(w.used, len(sizes)), w, sizes) for w in wishes]
+    lattices = [_lattice(w.used, len(sizes)) for w in wishes]
+    shape = padded([w.value.shape for w in wishes])[np.repeat(np.arange(len(wishes)), [len(f.nodes) for f in lattices])]
+    even = divide(shape, Cuts.stacked([f.cuts for f in lattices]), sizes)
+    ends = np.cumsum([len(f.nodes) for f in lattices])[:-1]
+    parts = [_Part.of(f, w, e, sizes) for f, w, e in zip(lattices, wishes, np.split(even, ends), strict=True)]
     num_nodes, num_arcs = [len(p.nodes) for p in parts], [len(p.tails) for p in parts]
     offset = np.repeat(np.cumsum([0, *num_nodes[:-1]]), num_arcs)
     size, seconds = costs.steps_s(
         Steps(
             tuple(w.value for w in wishes),
             np.repeat(np.arange(len(wishes)), num_nodes),
-            Cuts(np.concatenate([p.cuts.dim for p in parts]), np.concatenate([p.cuts.split for p in parts])),
+            Cuts.stacked([p.cuts for p in parts]),
             np.concatenate([p.tails for p in parts]) + offset,
             np.concatenate([p.heads for p in parts]) + offset,
             np.concatenate([p.axes for p in parts]),
@@ -175,13 +183,11 @@ class _Part:
     kinds: np.ndarray
 
     @classmethod
-    def of(cls, lattice: _Lattice, wish: Wish, sizes: tuple[int, ...]) -> _Part:
-        shape = wish.value.shape
-        even = divide(padded([shape]), lattice.cuts, sizes)
+    def of(cls, lattice: _Lattice, wish: Wish, even: np.ndarray, sizes: tuple[int, ...]) -> _Part:
         exists = even.copy()
         if wish.uneven:
             for i in np.flatnonzero(~even).tolist():
-                exists[i] = pieces_exist(shape, lattice.nodes[i], sizes)
+                exists[i] = pieces_exist(wish.value.shape, lattice.nodes[i], sizes)
         exists[: lattice.num_used] = True
         tails, heads, axes, kinds = lattice.tails, lattice.heads, lattice.axes, lattice.kinds
         kept = exists[tails] & exists[heads] & (np.array(sizes) > 1)[axes]

@@ -8,7 +8,7 @@ point of its peak becomes one more (:func:`with_points`), with the copies that a
 
 from __future__ import annotations
 
-import weakref
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -16,11 +16,13 @@ from typing import Protocol
 import numpy as np
 
 from meshwright.planner.ir.cluster import Cluster, ClusterGraph
+from meshwright.planner.ir.cuts import Cuts, piece_numels, stacked
 from meshwright.planner.ir.graph import OpGraph, Value
 from meshwright.planner.ir.mesh import MeshShape
-from meshwright.planner.ir.spec import Placements, R
-from meshwright.planner.solve.candidates import Candidate, piece_bytes, piece_numel
-from meshwright.planner.solve.keep import root_of
+from meshwright.planner.ir.spec import Placements
+from meshwright.planner.solve.candidates import piece_bytes
+from meshwright.planner.solve.combine import Expanded
+from meshwright.planner.solve.layout import Layout
 from meshwright.planner.solve.liveness import Span, Timeline, late_makers, roots
 from meshwright.planner.solve.network import PlacementNetwork
 from meshwright.planner.solve.problem import SEGMENTS, Peak, Problem
@@ -60,46 +62,83 @@ class PointTables(Protocol):
 
 @dataclass(frozen=True)
 class _Item:
-    """Bytes of a choice by candidate, and when they are alive."""
+    """What is alive of a choice.
+
+    Attributes:
+        category: of memory.
+        choice: it.
+        result: which op's which result; None for the gradient of a parameter, as that rests.
+        times: how many of the choice's clusters it is of.
+        spans: when they are alive.
+    """
 
     category: str
     choice: int
-    bytes: np.ndarray
+    result: tuple[int, int] | None
+    times: int
     spans: tuple[Span, ...]
-
-    def count(self, point: int) -> int:
-        return sum(s.count for s in self.spans if s.start <= point <= s.end)
 
 
 @dataclass(frozen=True)
-class Lives:
-    """What no placement changes: points, and when each value with memory of its own is alive.
+class _Alive:
+    """What no placement changes: points, and what is alive at them.
 
     Attributes:
         line: the points.
-        root: value to the value whose memory it has.
-        of: value to category and spans.
+        last_forward: the last point of the forward.
+        items: what has memory of its own.
+        starts, ends, counts: of the items' spans, int64 [spans].
+        of: item of each span, int64 [spans].
     """
 
     line: Timeline
-    root: Mapping[str, str]
-    of: Mapping[str, tuple[str, tuple[Span, ...]]]
+    last_forward: int
+    items: tuple[_Item, ...]
+    starts: np.ndarray
+    ends: np.ndarray
+    counts: np.ndarray
+    of: np.ndarray
+
+    def at(self, point: int) -> list[int]:
+        """How many of each item are alive at a point."""
+        counts = np.where((self.starts <= point) & (point <= self.ends), self.counts, 0)
+        return np.bincount(self.of, counts, len(self.items)).astype(np.int64).tolist()
+
+    def profile(self, sizes: np.ndarray) -> np.ndarray:
+        """Bytes alive at every point, float64 [points]; ``sizes`` are those of the items."""
+        change, weights = self.line.num_points + 1, sizes[self.of] * self.counts
+        return (np.bincount(self.starts, weights, change) - np.bincount(self.ends + 1, weights, change))[:-1].cumsum()
 
 
-_KNOWN: dict[int, tuple[weakref.ref[OpGraph], int, Lives]] = {}
+def _alive(layout: Layout, graph: OpGraph, clusters: ClusterGraph) -> _Alive:
+    line = Timeline(graph, clusters.repeats)
+    found: dict[tuple[str, int, tuple[int, int] | None], list[tuple[Span, ...]]] = {}
+    for key, spans in (*_made(layout, graph, clusters, line), *_gradients(layout, graph, clusters, line)):
+        found.setdefault(key, []).append(spans)
+    items = tuple(_Item(*key, len(spans), tuple(itertools.chain(*spans))) for key, spans in found.items())
+    numbers = [(s.start, s.end, s.count, i) for i, item in enumerate(items) for s in item.spans]
+    arrays = np.array(numbers, dtype=np.int64).reshape(-1, 4).T
+    last = max((i for i, n in enumerate(line.names) if graph.by_name[n].phase == "forward"), default=0)
+    return _Alive(line, last, items, *arrays)
 
 
-def lives_of(graph: OpGraph, clusters: ClusterGraph) -> Lives:
-    """The lives of a program's values; found once for all meshes."""
-    known = _KNOWN.get(id(graph))
-    if known is None or known[0]() is not graph or known[1] != len(clusters.repeats):
-        key = id(graph)
-        known = _KNOWN[key] = weakref.ref(graph, lambda _: _KNOWN.pop(key, None)), len(clusters.repeats), _lives(graph, clusters)
-    return known[2]
+_Living = tuple[tuple[str, int, "tuple[int, int] | None"], tuple[Span, ...]]
 
 
-def _lives(graph: OpGraph, clusters: ClusterGraph) -> Lives:
-    line, root, late = Timeline(graph, clusters.repeats), roots(graph), late_makers(graph)
+def _made(layout: Layout, graph: OpGraph, clusters: ClusterGraph, line: Timeline) -> Iterator[_Living]:
+    """Values where their producers make them."""
+    lives = _lives(graph, line)
+    for g, cluster in zip(layout.class_of, clusters.clusters, strict=True):
+        for m, op in enumerate(cluster.ops):
+            for k, value in enumerate(op.outs):
+                if value is not None and value.name in lives:
+                    category, spans = lives[value.name]
+                    yield (category, g, (m, k)), spans
+
+
+def _lives(graph: OpGraph, line: Timeline) -> dict[str, tuple[str, tuple[Span, ...]]]:
+    """Values with memory of their own to category and spans."""
+    root, late = roots(graph), late_makers(graph)
     readers: dict[str, list[str]] = {}
     for op in graph.ops:
         for v in op.ins:
@@ -114,7 +153,17 @@ def _lives(graph: OpGraph, clusters: ClusterGraph) -> Lives:
             saved = op.phase == "forward" and any(graph.by_name[r].phase == "backward" for r in read)
             spans = line.spans(late.get(op.name, op.name), read, to_end=value.name in stay)
             found[value.name] = "activations" if saved else "working", tuple(spans)
-    return Lives(line, root, found)
+    return found
+
+
+def _gradients(layout: Layout, graph: OpGraph, clusters: ClusterGraph, line: Timeline) -> Iterator[_Living]:
+    """Gradients, which lie as their parameters rest."""
+    choice = {c.source.value.name: g for g, c in zip(layout.class_of, clusters.clusters, strict=True) if c.source}
+    parameters, root = parameter_of(graph), roots(graph)
+    for output in graph.outputs_of("gradient"):
+        maker = "" if output.value is None else root[output.value.name].partition("#")[0]
+        if maker in graph.by_name and parameters.get(output.name) in choice:
+            yield ("gradients", choice[parameters[output.name]], None), tuple(line.spans(maker, (), to_end=True))
 
 
 class MemoryRows:
@@ -123,83 +172,58 @@ class MemoryRows:
     Args:
         graph: the program.
         clusters: its clusters.
-        class_of: choice of every cluster.
-        candidates: of every choice.
+        layout: its classes.
+        expanded: candidates of every class.
         sizes: of the mesh axes.
+
+    Attributes:
+        line: the points.
+        base: the fullest point of a typical plan.
+        others: further points at which other plans have their peak.
     """
 
     def __init__(
         self,
         graph: OpGraph,
         clusters: ClusterGraph,
-        class_of: Sequence[int],
-        candidates: Sequence[Sequence[Candidate]],
+        layout: Layout,
+        expanded: Sequence[Expanded],
         sizes: tuple[int, ...],
     ):
-        self.graph, self.clusters, self.class_of = graph, clusters, class_of
-        self.candidates, self.sizes = candidates, sizes
-        self.lives = lives_of(graph, clusters)
-        self.line = self.lives.line
-        self._sizes_of: dict[tuple[int, int, int], np.ndarray] = {}
-        self.items = [*self._made(), *self._gradients()]
-        self.base, self.others = self._points()
-
-    def _made(self) -> Iterator[_Item]:
-        """Values where their producers make them."""
-        for i, cluster in enumerate(self.clusters.clusters):
-            g, root = self.class_of[i], root_of(cluster)
-            for m, op in enumerate(cluster.ops):
-                for k, value in enumerate(op.outs):
-                    life = None if value is None else self.lives.of.get(value.name)
-                    if value is not None and life is not None:
-                        is_kept = root is not None and value.name in root.views
-                        yield _Item(life[0], g, self._by_candidate(g, m, k, value, is_kept), life[1])
-
-    def _by_candidate(self, g: int, m: int, k: int, value: Value, is_kept: bool) -> np.ndarray:
-        """Bytes of a result; none for a value that is kept gathered, which counts apart."""
-        key = (g, m, k)
-        if key not in self._sizes_of:
-            made = [tuple(row.members[m].outs[k] or R for row in c.rows) for c in self.candidates[g]]
-            sizes = _piece_sizes(value, made, self.sizes)
-            if is_kept:
-                sizes[[c.kept is not None for c in self.candidates[g]]] = 0.0
-            self._sizes_of[key] = sizes
-        return self._sizes_of[key]
-
-    def _gradients(self) -> Iterator[_Item]:
-        """Gradients as their parameters rest."""
-        choice = {
-            c.source.value.name: (g, c.source) for g, c in zip(self.class_of, self.clusters.clusters, strict=True) if c.source
-        }
-        parameters = parameter_of(self.graph)
-        for output in self.graph.outputs_of("gradient"):
-            maker = "" if output.value is None else self.lives.root[output.value.name].partition("#")[0]
-            if maker not in self.graph.by_name or parameters.get(output.name) not in choice:
-                continue
-            g, source = choice[parameters[output.name]]
-            item = source.value.dtype.itemsize
-            sizes = np.array(
-                [float(piece_numel(source.value.shape, c.rest or (), self.sizes) * item) for c in self.candidates[g]]
-            )
-            yield _Item("gradients", g, sizes, tuple(self.line.spans(maker, (), to_end=True)))
+        self._alive = layout.once("alive", lambda: _alive(layout, graph, clusters))
+        self.line = self._alive.line
+        results = _result_bytes(expanded, sizes)
+        rests: dict[int, np.ndarray] = {}
+        for item in self._alive.items:
+            if item.result is None and item.choice not in rests:
+                source = clusters.clusters[layout.members[item.choice][0]].source
+                assert source is not None
+                numels = expanded[item.choice].rest_numels(source.value.shape, sizes)
+                rests[item.choice] = numels.astype(float) * source.value.dtype.itemsize
+        self._bytes = [
+            rests[item.choice] if item.result is None else results[item.choice][item.result] for item in self._alive.items
+        ]
+        self.base, self.others = self._points([len(e.candidates) for e in expanded])
+        self._at_base = self._alive.at(self.base)
 
     # --- which points ---
 
     def _profile(self, chosen: Sequence[int]) -> np.ndarray:
-        return self.line.profile((span, float(i.bytes[chosen[i.choice]])) for i in self.items for span in i.spans)
+        sizes = [float(b[chosen[item.choice]]) for item, b in zip(self._alive.items, self._bytes, strict=True)]
+        return self._alive.profile(np.array(sizes))
 
-    def _points(self) -> tuple[int, list[int]]:
+    def _points(self, num_candidates: Sequence[int]) -> tuple[int, list[int]]:
         """The fullest point of the plan that shards most, and those of others in which it is another."""
         if not self.line.num_points:
             return 0, []
-        total = [np.zeros(len(c)) for c in self.candidates]
-        for item in self.items:
-            total[item.choice] = total[item.choice] + item.bytes
+        total = [np.zeros(n) for n in num_candidates]
+        for item, size in zip(self._alive.items, self._bytes, strict=True):
+            total[item.choice] += item.times * size
         samples = [self._profile([int(np.argmin(t)) for t in total]), self._profile([int(np.argmax(t)) for t in total])]
         samples.append(self._profile([int(np.argsort(t, kind="stable")[len(t) // 2]) for t in total]))
         found: list[int] = []
+        last_forward = self._alive.last_forward
         for profile in samples:
-            last_forward = max((i for i, n in enumerate(self.line.names) if self.graph.by_name[n].phase == "forward"), default=0)
             parts = [profile, profile[last_forward:]]
             found += [int(np.argmax(profile)), last_forward + int(np.argmax(parts[1])), len(profile) - 1]
         distinct = list(dict.fromkeys(found))
@@ -207,21 +231,14 @@ class MemoryRows:
 
     # --- what the problem needs ---
 
-    def at_base(self, choice: int) -> dict[str, np.ndarray]:
-        """Category to bytes by candidate of what a choice holds at the base."""
-        found: dict[str, np.ndarray] = {}
-        for item in self._of_choice().get(choice, ()):
-            count = item.count(self.base)
+    def at_base(self) -> dict[int, dict[str, np.ndarray]]:
+        """Choice to category to bytes by candidate of what it holds at the base."""
+        found: dict[int, dict[str, np.ndarray]] = {}
+        for item, count, size in zip(self._alive.items, self._at_base, self._bytes, strict=True):
             if count:
-                found[item.category] = found.get(item.category, np.zeros(len(item.bytes))) + count * item.bytes
+                of_choice = found.setdefault(item.choice, {})
+                of_choice[item.category] = of_choice.get(item.category, 0.0) + count * size
         return found
-
-    def _of_choice(self) -> dict[int, list[_Item]]:
-        if not hasattr(self, "_items_by_choice"):
-            self._items_by_choice: dict[int, list[_Item]] = {}
-            for item in self.items:
-                self._items_by_choice.setdefault(item.choice, []).append(item)
-        return self._items_by_choice
 
     def peaks(self) -> tuple[Peak, ...]:
         """What other points hold more than the base."""
@@ -232,11 +249,17 @@ class MemoryRows:
     def more_at(self, point: int) -> dict[int, np.ndarray]:
         """Choice to what it holds at a point more than at the base, in bytes by candidate."""
         more: dict[int, np.ndarray] = {}
-        for item in self.items:
-            count = item.count(point) - item.count(self.base)
-            if count:
-                more[item.choice] = more.get(item.choice, np.zeros(len(item.bytes))) + count * item.bytes
+        for item, here, base, size in zip(self._alive.items, self._alive.at(point), self._at_base, self._bytes, strict=True):
+            if here != base:
+                more[item.choice] = more.get(item.choice, 0.0) + (here - base) * size
         return more
+
+
+def _result_bytes(expanded: Sequence[Expanded], sizes: tuple[int, ...]) -> list[dict[tuple[int, int], np.ndarray]]:
+    """Per class (op, result) to bytes by candidate."""
+    shapes, cuts = zip(*(e.results for e in expanded), strict=True)
+    numels = np.split(piece_numels(stacked(shapes), Cuts.stacked(cuts), sizes), np.cumsum([len(s) for s in shapes])[:-1])
+    return [e.result_bytes(n) for e, n in zip(expanded, numels, strict=True)]
 
 
 def _term(more: Mapping[int, np.ndarray]) -> Term:

@@ -8,37 +8,36 @@ as often as it occurs. That keeps folded costs exact.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
+from meshwright.planner.cost.compute import Priced
 from meshwright.planner.cost.steps import Steps
 from meshwright.planner.ir.cluster import Cluster, ClusterGraph, ClusterRow
 from meshwright.planner.ir.graph import OpGraph, Value
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.spec import Placement, Placements, R
-from meshwright.planner.solve.candidates import Candidate, Edges, cheapest_of_equals, even, expand, piece_bytes, storable
-from meshwright.planner.solve.keep import StepCosts, kept_bytes, root_of, with_kept
-from meshwright.planner.solve.memory import GATHERED_COPIES, parameters_with_gradient, resting
+from meshwright.planner.solve.candidates import Candidate, Edges, even, piece_bytes, storable
+from meshwright.planner.solve.combine import Expanded, expand_all, table_of
+from meshwright.planner.solve.keep import Gathers, StepCosts, kept_bytes, with_kept
+from meshwright.planner.solve.layout import Group, Layout, Reader, layout_of
+from meshwright.planner.solve.memory import GATHERED_COPIES, resting
 from meshwright.planner.solve.network import PlacementNetwork, Wish, networks_of
-from meshwright.planner.solve.precision import unreduced_values
 from meshwright.planner.solve.problem import SEGMENTS, Choice, Demand, Flow, Peak, Problem
 from meshwright.planner.solve.program import NetworkCache
-from meshwright.planner.solve.results import ends_free, has_loss, parameter_of, phase_of_result
 from meshwright.planner.solve.rows import MemoryRows
-from meshwright.planner.solve.segments import hidden_values
 
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
-
-# A consumer of a value: ("in", class, slot), ("grad", class, 0), ("whole", 0, 0) or ("free", 0, 0).
-Reader = tuple[str, int, int]
 
 
 class Costs(Protocol):
     """What planning needs of the cost model."""
 
     def cluster_costs(self, cluster: Cluster, candidates: Sequence[tuple[ClusterRow, ...]]) -> np.ndarray: ...
+
+    def clusters_costs(self, parts: Sequence[tuple[Cluster, Priced]]) -> list[np.ndarray]: ...
 
     def step_s(self, value: Value, src: Placements, axis: int, dst: Placement) -> tuple[str, int, float]: ...
 
@@ -95,17 +94,6 @@ class Tables:
         return [g for g in range(len(self.members)) if (s := self.first(g).source) is not None and s.role == role]
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Values that make one flow."""
-
-    supply: int
-    slot: int
-    phase: str
-    readers: tuple[Reader, ...]
-    names: tuple[str, ...]
-
-
 def build_tables(
     graph: OpGraph,
     clusters: ClusterGraph,
@@ -131,44 +119,32 @@ def build_tables(
         precision: of the capture; see :mod:`meshwright.planner.solve.precision`.
         allowed: per axis and cluster, the rows that it may take there, or None for all.
     """
-    labels = {label: g for g, label in enumerate(dict.fromkeys(class_of))}
-    dense = tuple(labels[label] for label in class_of)
-    members: list[list[int]] = [[] for _ in labels]
-    for i, g in enumerate(dense):
-        members[g].append(i)
-    with_gradient = parameters_with_gradient(graph)
-    choices, candidates, hidden = [], [], hidden_values(graph, clusters)
-    for group in members:
-        count = sum(clusters.weights[i] for i in group)
-        tied = [clusters.clusters[i] for i in group]
-        source = tied[0].source
-        trained = source is not None and source.value.name in with_gradient
-        wanted = [_union([rows[i] for i in group]) for rows in allowed]
-        choice, kept = _choice(tied, count, mesh, costs, wanted, hidden if trained else None)
-        rest = resting(with_gradient, tied, kept, mesh.sizes, state_bytes, clusters.times)
-        choices.append(replace(choice, memory_bytes={**rest, **kept_bytes(tied, kept, mesh.sizes, clusters.times)}))
-        candidates.append(kept)
-    points = MemoryRows(graph, clusters, dense, candidates, mesh.sizes)
-    choices = [replace(c, memory_bytes=_added(c.memory_bytes, points.at_base(g))) for g, c in enumerate(choices)]
-    layout = _Flows(graph, clusters, dense, candidates, mesh, precision, hidden)
-    groups = layout.groups()
-    networks = networks_of([layout.wish(group) for group in groups], costs, mesh.sizes)
-    flows = [(layout.flow(g, network), network, g) for g, network in zip(groups, networks, strict=True)]
-    peaks = (*points.peaks(), *_gathered(flows, clusters, members, mesh))
+    layout = layout_of(graph, clusters, class_of)
+    classes = _classes(layout, clusters, mesh, costs, allowed)
+    points = MemoryRows(graph, clusters, layout, [c.expanded for c in classes], mesh.sizes)
+    at_base = points.at_base()
+    choices = [_choice(layout, clusters, g, c, mesh, state_bytes, at_base.get(g, {})) for g, c in enumerate(classes)]
+    made = _Flows(
+        layout, clusters, [c.expanded for c in classes], mesh, layout.unreduced if precision == "bf16-mixed" else frozenset()
+    )
+    groups = [group for group in layout.groups if made.matters(group)]
+    networks = networks_of([made.wish(group) for group in groups], costs, mesh.sizes)
+    flows = [made.flow(group, network) for group, network in zip(groups, networks, strict=True)]
+    peaks = (*points.peaks(), *_gathered(flows, networks, groups, clusters, layout, mesh))
     return Tables(
         graph,
         clusters,
         mesh,
-        dense,
-        tuple(map(tuple, members)),
-        tuple(candidates),
-        tuple(group.names for _, _, group in flows),
-        tuple(network for _, network, _ in flows),
-        tuple(group.readers for _, _, group in flows),
-        tuple(layout.results),
+        layout.class_of,
+        layout.members,
+        tuple(c.expanded.candidates for c in classes),
+        tuple(group.names for group in groups),
+        tuple(networks),
+        tuple(group.readers for group in groups),
+        layout.results,
         Problem(
             tuple(choices),
-            tuple(flow for flow, _, _ in flows),
+            tuple(flows),
             tuple(p for p in peaks if p.terms),
             {},
             memory_limit_bytes,
@@ -179,27 +155,64 @@ def build_tables(
     )
 
 
-def _choice(
-    members: Sequence[Cluster],
-    count: int,
+@dataclass(frozen=True)
+class _Class:
+    """Tied clusters on a mesh.
+
+    Attributes:
+        first: the first of them.
+        expanded: their candidates.
+        seconds: of one cluster by candidate.
+        gather_s: seconds of gathering what a candidate keeps; None where none does.
+    """
+
+    first: Cluster
+    expanded: Expanded
+    seconds: np.ndarray
+    gather_s: np.ndarray | None
+
+
+def _classes(
+    layout: Layout,
+    clusters: ClusterGraph,
     mesh: MeshShape,
     costs: Costs,
-    wanted: Sequence[frozenset[Edges] | None],
-    hidden: frozenset[tuple[str, str]] | None,
-) -> tuple[Choice, tuple[Candidate, ...]]:
-    """``hidden``: which gathers hide, for a parameter with a gradient, of which a copy may be kept; else None."""
-    first = members[0]
-    expanded = expand(first, mesh.sizes, wanted)
-    gathers: tuple[float, ...] = (0.0,) * len(expanded)
-    if hidden is not None:
-        expanded, gathers = with_kept(first, expanded, mesh.sizes, costs.once)
-    seconds = np.asarray(costs.cluster_costs(first, [c.rows for c in expanded]), dtype=float)
-    kept = cheapest_of_equals(expanded, seconds)
-    candidates = tuple(expanded[i] for i in kept)
-    choice, root = Choice(first.name, count, SEGMENTS.index(first.phase), seconds[kept]), root_of(first)
-    if any(gathers) and root is not None and hidden is not None:
-        choice = replace(choice, gather_s=np.array(gathers)[kept], gather_hidden=(root.value.name, "forward") in hidden)
-    return choice, candidates
+    allowed: Sequence[Sequence[frozenset[Edges] | None]],
+) -> list[_Class]:
+    """Expand and price the candidates of all classes; of those with one signature only the fastest is kept."""
+    firsts = [clusters.clusters[group[0]] for group in layout.members]
+    wanted = [[_union([rows[i] for i in group]) for rows in allowed] for group in layout.members]
+    expanded = expand_all([table_of(first) for first in firsts], mesh.sizes, wanted)
+    gathers, known = dict[int, tuple[float, ...]](), Gathers()
+    for g, first in enumerate(firsts):
+        if first.source is not None and first.source.value.name in layout.with_gradient:
+            expanded[g], gathers[g] = with_kept(expanded[g], mesh.sizes, costs.once, known)
+    seconds = costs.clusters_costs([(first, e.priced) for first, e in zip(firsts, expanded, strict=True)])
+    found = []
+    for g, (first, e, s) in enumerate(zip(firsts, expanded, seconds, strict=True)):
+        kept = e.cheapest_of_equals(s)
+        gather_s = np.array(gathers[g])[list(kept)] if any(gathers.get(g, ())) else None
+        found.append(_Class(first, e.taken(kept), s[list(kept)], gather_s))
+    return found
+
+
+def _choice(
+    layout: Layout,
+    clusters: ClusterGraph,
+    g: int,
+    tied: _Class,
+    mesh: MeshShape,
+    state_bytes: int,
+    at_base: Mapping[str, np.ndarray],
+) -> Choice:
+    members, root = [clusters.clusters[i] for i in layout.members[g]], tied.expanded.table.root
+    rest = resting(layout.with_gradient, members, tied.expanded, mesh.sizes, state_bytes, clusters.times)
+    memory = _added({**rest, **kept_bytes(members, tied.expanded.candidates, mesh.sizes, clusters.times)}, at_base)
+    segment, count = SEGMENTS.index(tied.first.phase), sum(clusters.weights[i] for i in layout.members[g])
+    if tied.gather_s is None or root is None:
+        return Choice(tied.first.name, count, segment, tied.seconds, memory)
+    is_hidden = (root.value.name, "forward") in layout.hidden
+    return Choice(tied.first.name, count, segment, tied.seconds, memory, tied.gather_s, is_hidden)
 
 
 def _added(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -214,130 +227,81 @@ def _union(kept: Sequence[frozenset[Edges] | None]) -> frozenset[Edges] | None:
 
 def _tie_memory(choices: Sequence[Choice]) -> float:
     """Seconds per byte such that all static memory together weighs 1e-6 of the compute."""
-    compute = sum(c.count * float(np.median(c.compute_s)) for c in choices)
+    compute = sum(c.count * _median(c.compute_s) for c in choices)
     static = sum(float(np.sum(list(c.memory_bytes.values()), axis=0).max()) for c in choices if c.memory_bytes)
     return 1e-6 * compute / static if static else 0.0
 
 
+def _median(numbers: np.ndarray) -> float:
+    """``np.median``, which takes ten times as long for a few numbers."""
+    ordered, half = np.sort(numbers), len(numbers) // 2
+    return float(ordered[half]) if len(numbers) % 2 else float(ordered[half - 1] + ordered[half]) / 2
+
+
 class _Flows:
-    """Groups values by who reads them, and makes a flow of each group."""
+    """Makes a flow of each group of values."""
 
     def __init__(
-        self,
-        graph: OpGraph,
-        clusters: ClusterGraph,
-        class_of: Sequence[int],
-        candidates: Sequence[Sequence[Candidate]],
-        mesh: MeshShape,
-        precision: str | None,
-        hidden: frozenset[tuple[str, str]],
+        self, layout: Layout, clusters: ClusterGraph, expanded: Sequence[Expanded], mesh: MeshShape, unreduced: frozenset[str]
     ):
-        self._clusters = clusters
-        self._class_of = class_of
-        self._candidates = candidates
-        self._sizes = mesh.sizes
-        self._unreduced = unreduced_values(graph) if precision == "bf16-mixed" else frozenset()
-        self._readers: dict[tuple[str, str], dict[Reader, None]] = {}
-        self._hidden = hidden
-        self.results: list[Reader | None] = []
-        for i, cluster in enumerate(clusters.clusters):
-            for slot, value in enumerate(cluster.ins):
-                self._read(value.name, cluster.phase, ("in", class_of[i], slot))
-        self._read_results(graph)
+        self._layout, self._clusters, self._expanded = layout, clusters, expanded
+        self._sizes, self._unreduced = mesh.sizes, unreduced
+        self._whole = ((R,) * mesh.num_axes,)
 
-    def _read(self, value: str, phase: str, reader: Reader) -> None:
-        self._readers.setdefault((value, phase), {})[reader] = None
-
-    def _read_results(self, graph: OpGraph) -> None:
-        placeholder, loss = parameter_of(graph), has_loss(graph)
-        source_class = {
-            c.source.value.name: self._class_of[i] for i, c in enumerate(self._clusters.clusters) if c.source is not None
-        }
-        for output in graph.outputs:
-            if output.value is None:
-                self.results.append(None)
-                continue
-            reader: Reader = ("free" if ends_free(output, loss) else "whole", 0, 0)
-            if output.role == "gradient" and output.name in placeholder:
-                if placeholder[output.name] not in source_class:  # clusters are a part of the program, and this is outside
-                    self.results.append(None)
-                    continue
-                reader = ("grad", source_class[placeholder[output.name]], 0)
-            self._read(output.value.name, phase_of_result(output), reader)
-            self.results.append(reader)
-
-    def groups(self) -> list[_Group]:
-        """Values by producing class, result, phase and readers, in execution order."""
-        found: dict[tuple[int, int, str, tuple[Reader, ...]], list[str]] = {}
-        for i, cluster in enumerate(self._clusters.clusters):
-            for slot, value in enumerate(cluster.outs):
-                for phase in SEGMENTS:
-                    readers = self._readers.get((value.name, phase))
-                    if readers:
-                        key = (self._class_of[i], slot, phase, tuple(sorted(readers)))
-                        found.setdefault(key, []).append(value.name)
-        return [
-            _Group(supply, slot, phase, readers, tuple(names))
-            for (supply, slot, phase, readers), names in found.items()
-            if self._matters(supply, slot, readers)
-        ]
-
-    def _made(self, supply: int, slot: int) -> list[Placements]:
-        return [c.outs[slot] for c in self._candidates[supply]]
-
-    def _wanted(self, reader: Reader) -> list[Placements]:
-        """What each candidate of the reading class wants; for results of the graph what they accept, if fixed."""
+    def _wanted(self, reader: Reader) -> tuple[Placements, ...]:
+        """What the candidates of the reading class want, each once; for results of the graph what they accept, if fixed."""
         kind, choice, slot = reader
         if kind == "in":
-            return [c.ins[slot] for c in self._candidates[choice]]
+            return self._expanded[choice].distinct("in", slot)
         if kind == "grad":
-            return [c.rest or () for c in self._candidates[choice]]
-        return [(R,) * len(self._sizes)] if kind == "whole" else []
+            return self._expanded[choice].distinct("rest")
+        return self._whole if kind == "whole" else ()
 
-    def _matters(self, supply: int, slot: int, readers: tuple[Reader, ...]) -> bool:
+    def matters(self, group: Group) -> bool:
         """Whether any choice could need a step."""
-        made = set(self._made(supply, slot))
+        made = self._expanded[group.supply].distinct("out", group.slot)
         if len(made) > 1:
             return True
-        return any(set(self._wanted(r)) - made for r in readers) or any(p.is_partial for ps in made for p in ps)
+        return any(p not in made for r in group.readers for p in self._wanted(r)) or any(p.is_partial for ps in made for p in ps)
 
-    def _cluster(self, group: _Group) -> Cluster:
-        return self._clusters.clusters[self._class_of.index(group.supply)]
+    def _cluster(self, group: Group) -> Cluster:
+        return self._clusters.clusters[self._layout.members[group.supply][0]]
 
-    def wish(self, group: _Group) -> Wish:
+    def wish(self, group: Group) -> Wish:
         """The network that a flow needs."""
-        source = self._cluster(group).source
-        used = dict.fromkeys((*self._made(group.supply, group.slot), *(p for r in group.readers for p in self._wanted(r))))
+        source, made = self._cluster(group).source, self._expanded[group.supply].distinct("out", group.slot)
+        used = dict.fromkeys((*made, *(p for r in group.readers for p in self._wanted(r))))
         uneven = (source is not None and source.role == "parameter") or any(kind == "grad" for kind, _, _ in group.readers)
         return Wish(self._cluster(group).outs[group.slot], tuple(used), uneven)
 
-    def flow(self, group: _Group, network: PlacementNetwork) -> Flow:
+    def flow(self, group: Group, network: PlacementNetwork) -> Flow:
         value = self._cluster(group).outs[group.slot]
         return Flow(
             value.name,
-            sum(map(self._clusters.times, group.names)),
+            group.count,
             SEGMENTS.index(group.phase),
-            (group.names[0], group.phase) in self._hidden,
+            (group.names[0], group.phase) in self._layout.hidden,
             network.network,
             self._allowed(group, network),
             group.supply,
-            np.array([network.index[p] for p in self._made(group.supply, group.slot)], dtype=np.int64),
-            tuple(self._demand(reader, network.index, value) for reader in group.readers),
+            network.at(self._expanded[group.supply].placed("out", group.slot)),
+            tuple(self._demand(reader, network, value) for reader in group.readers),
         )
 
-    def _demand(self, reader: Reader, index: Mapping[Placements, int], value: Value) -> Demand:
-        kind, choice, _ = reader
+    def _demand(self, reader: Reader, network: PlacementNetwork, value: Value) -> Demand:
+        kind, choice, slot = reader
         if kind == "free":
-            accepted = [n for p, n in index.items() if self._presentable(value, p)]
+            accepted = [n for p, n in network.index.items() if self._presentable(value, p)]
             return Demand(None, np.array(accepted, dtype=np.int64))
-        nodes = np.array([index[p] for p in self._wanted(reader)], dtype=np.int64)
-        return Demand(None if kind == "whole" else choice, nodes)
+        if kind == "whole":
+            return Demand(None, network.at(self._whole))
+        return Demand(choice, network.at(self._expanded[choice].placed("in" if kind == "in" else "rest", slot)))
 
     def _presentable(self, value: Value, placements: Placements) -> bool:
         """Whether a user output may have these placements as a DTensor."""
         return not any(p.is_partial for p in placements) and storable(placements) and even(value.shape, placements, self._sizes)
 
-    def _allowed(self, group: _Group, network: PlacementNetwork) -> np.ndarray:
+    def _allowed(self, group: Group, network: PlacementNetwork) -> np.ndarray:
         """All arcs; for a low-precision partial gradient only those that leave it partial, where its readers can read that."""
         allowed = np.ones(network.network.num_arcs, dtype=bool)
         if group.names[0] not in self._unreduced:
@@ -350,15 +314,17 @@ class _Flows:
 
 
 def _gathered(
-    flows: Sequence[tuple[Flow, PlacementNetwork, _Group]],
+    flows: Sequence[Flow],
+    networks: Sequence[PlacementNetwork],
+    groups: Sequence[Group],
     clusters: ClusterGraph,
-    members: Sequence[Sequence[int]],
+    layout: Layout,
     mesh: MeshShape,
 ) -> tuple[Peak, ...]:
     """Copies of parameters larger than the piece they are made from."""
     terms = []
-    for flow, network, group in flows:
-        cluster = clusters.clusters[members[group.supply][0]]
+    for flow, network, group in zip(flows, networks, groups, strict=True):
+        cluster = clusters.clusters[layout.members[group.supply][0]]
         if cluster.source is None or cluster.source.role != "parameter":
             continue
         size = np.array([float(piece_bytes(cluster.outs[group.slot], p, mesh.sizes)) for p in network.nodes])
