@@ -10,11 +10,17 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """While entered, no cyclic garbage is collected; afterwards it is as it was before."""
+    """While entered, no cyclic garbage is collected; afterwards it is as it was before.
+
+    What was made meanwhile is left among the old objects: as new ones, all of them would be looked through at once.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
+            if not gc.get_freeze_count():  # else the user's frozen objects would be thawed
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

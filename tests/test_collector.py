@@ -33,3 +33,20 @@ def test_a_user_who_switched_it_off_keeps_it_off():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_what_was_made_inside_is_old_afterwards():
+    with collector.paused():
+        made = [[] for _ in range(3)]
+    assert any(x is made for x in gc.get_objects(generation=2))
+
+
+def test_what_a_user_froze_stays_frozen():
+    gc.freeze()
+    try:
+        count = gc.get_freeze_count()
+        with collector.paused():
+            pass
+        assert gc.get_freeze_count() == count > 0
+    finally:
+        gc.unfreeze()
