@@ -5,12 +5,11 @@ Only the rows that a cluster may take over each axis are looked at, not whether 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from meshwright.planner.ir.cluster import ClusterGraph
 from meshwright.planner.solve.candidates import Edges, edges
-from meshwright.planner.solve.combine import table_of
+from meshwright.planner.solve.combine import product_of, table_of
 from meshwright.planner.solve.tables import Costs
 
 
@@ -39,16 +38,15 @@ class KernelFloors:
             allowed: per axis and cluster, the rows that it may take there, or None for all.
             costs: seconds of clusters.
         """
-        total = 0.0
+        parts, counts = [], []
         for g, group in self._members.items():
             first = self._clusters.clusters[group[0]]
             if first.source is None:
                 axes = zip(sizes, follows, allowed, strict=True)
                 per_axis = [self._rows_over(g, size, follow, [rows[i] for i in group]) for size, follow, rows in axes]
-                combined = [tuple(first.rows[r] for r in combo) for combo in itertools.product(*per_axis)]
-                count = sum(self._clusters.weights[i] for i in group)
-                total += count * float(costs.cluster_costs(first, combined).min())
-        return total
+                parts.append((first, table_of(first).priced(product_of(per_axis))))
+                counts.append(sum(self._clusters.weights[i] for i in group))
+        return sum(n * float(s.min()) for n, s in zip(counts, costs.clusters_costs(parts), strict=True))
 
     def _rows_over(self, g: int, size: int, follow: str, wanted: Sequence[frozenset[Edges] | None]) -> list[int]:
         """The rows that any cluster of a class may take over an axis; all that are legal where that leaves none."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import sympy as sp
 
 (m, k, n, b) = sp.symbols("m k n b", positive=True)
@@ -63,7 +64,7 @@ _ARGUMENTS: dict[str, tuple[sp.Symbol, ...]] = {
 @cache
 def compiled(name: str) -> Callable[..., Any]:
     """The function of a formula, over numbers or numpy arrays, in the order of its arguments."""
-    return sp.lambdify(_ARGUMENTS[name], FORMULAS[name], modules="numpy")
+    return sp.lambdify(_ARGUMENTS[name], FORMULAS[name], modules=[np])  # by name it would import all that numpy loads late
 
 
 def text(name: str) -> str:

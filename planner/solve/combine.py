@@ -6,14 +6,14 @@ Whether rows go together is looked at for all combinations at once: over each ax
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from meshwright.planner.cost.compute import Columns, Priced, priced_columns
+from meshwright.planner.cost.compute import Priced, priced_columns
 from meshwright.planner.ir.cluster import Cluster, ClusterRow
 from meshwright.planner.ir.cuts import Cuts, cuts_of_columns, divide, padded, piece_numels, stacked
 from meshwright.planner.ir.graph import Value
@@ -65,7 +65,7 @@ class Expanded:
     @cached_property
     def priced(self) -> Priced:
         """What has a price."""
-        return Priced(self.table.priced_columns(), self.table.rows, self.index)
+        return self.table.priced(self.index)
 
     @cached_property
     def rest(self) -> Cuts:
@@ -122,6 +122,12 @@ class Expanded:
         return piece_numels(padded([shape]), self.rest, sizes)
 
 
+def product_of(per_axis: Sequence[Sequence[int]]) -> np.ndarray:
+    """All combinations of one row per axis, int64 [combinations, axes]; the last axis changes fastest."""
+    grids = np.meshgrid(*(np.array(rows, dtype=np.int64) for rows in per_axis), indexing="ij")
+    return np.stack([grid.ravel() for grid in grids], axis=1)
+
+
 class _Product:
     """Rows that are legal over each axis alone, combined. Sizes have a say only where several axes cut one dim of a value.
 
@@ -131,8 +137,7 @@ class _Product:
     """
 
     def __init__(self, table: RowTable, per_axis: Sequence[tuple[int, ...]]):
-        grids = np.meshgrid(*(np.array(rows, dtype=np.int64) for rows in per_axis), indexing="ij")
-        self._table, self._index = table, np.stack([grid.ravel() for grid in grids], axis=1)
+        self._table, self._index = table, product_of(per_axis)
         dim, split = table.columns.dim[self._index], table.columns.split[self._index]
         self._n, self._v = np.nonzero(_cut_twice(dim))
         self.shape, self.cuts = table.shape[self._v], Cuts(dim[self._n, :, self._v], split[self._n, :, self._v])
@@ -196,18 +201,28 @@ class RowTable:
     def on(self, size: int) -> tuple[int, ...]:
         """Rows legal over one axis of ``size`` devices alone."""
         if size not in self._on:
-            whole = size == 1 or (self._source is not None and self._source.role in WHOLE_ROLES)
-            self._on[size] = self._whole if whole else self._legal_on(size)
+            look_up_rows([self], [size])
         return self._on[size]
 
-    def _legal_on(self, size: int) -> tuple[int, ...]:
-        one_axis = Cuts(self.columns.dim[..., None], self.columns.split[..., None])
-        legal = np.asarray(divide(self.shape[None], one_axis, (size,)).all(axis=1))
-        for r in np.flatnonzero(~legal & self.uneven).tolist() if self.may_be_uneven else ():
-            legal[r] = all(pieces_exist(shape, self.placed(r, v), (size,)) for v, shape in enumerate(self.shapes))
-        rests = (self.rows[r].rest for r in range(len(legal)))
+    def settle(self, size: int) -> bool:
+        """Whether it is known which rows are legal over one axis; it is at once where everything must be whole."""
+        if size not in self._on and (size == 1 or (self._source is not None and self._source.role in WHOLE_ROLES)):
+            self._on[size] = self._whole
+        return size in self._on
+
+    def tell(self, size: int, even: np.ndarray) -> None:
+        """Say whether each column of each row has equal pieces over one axis, bool [rows, columns]."""
+        self._on[size] = self._legal(even, size)
+
+    def _legal(self, even: np.ndarray, size: int) -> tuple[int, ...]:
+        found = np.asarray(even.all(axis=1))
+        for r in np.flatnonzero(~found & self.uneven).tolist() if self.may_be_uneven else ():
+            found[r] = all(pieces_exist(shape, self.placed(r, v), (size,)) for v, shape in enumerate(self.shapes))
+        rests = (self.rows[r].rest for r in range(len(found)))
         return tuple(
-            r for r, (ok, rest) in enumerate(zip(legal, rests, strict=True)) if ok and (rest is None or not rest.is_partial)
+            r
+            for r, (ok, rest) in enumerate(zip(found.tolist(), rests, strict=True))
+            if ok and (rest is None or not rest.is_partial)
         )
 
     def placed(self, row: int, column: int) -> Placements:
@@ -264,11 +279,11 @@ class RowTable:
             lambda: cuts_of_columns([[row.members[m].outs[k] for row in self.rows] for m, k, _ in self.results], len(self.rows)),
         )
 
-    def priced_columns(self) -> Columns:
-        """What has a price."""
+    def priced(self, index: np.ndarray) -> Priced:
+        """What has a price under some candidates, given by their rows over each axis, int64 [candidates, axes]."""
         cluster = self._cluster()
         assert cluster is not None
-        return self._once("priced", lambda: priced_columns(cluster, self.rows))
+        return Priced(self._once("priced", lambda: priced_columns(cluster, self.rows)), self.rows, index)
 
     # --- rows whose readers find a kept copy ---
 
@@ -290,6 +305,18 @@ class RowTable:
         return tuple(self._roots[r] for r in rows)
 
 
+def look_up_rows(tables: Sequence[RowTable], sizes: Iterable[int]) -> None:
+    """Find the rows of several clusters that are legal over one axis, for all of them at once."""
+    for size in dict.fromkeys(sizes):
+        new = [table for table in tables if not table.settle(size)]
+        if new:
+            flat = [Cuts(t.columns.dim.reshape(-1, 1), t.columns.split.reshape(-1, 1)) for t in new]
+            shape = stacked([np.tile(t.shape, (len(t.columns.dim), 1)) for t in new])
+            even = np.split(divide(shape, Cuts.stacked(flat), (size,)), np.cumsum([len(c.dim) for c in flat])[:-1])
+            for table, part in zip(new, even, strict=True):
+                table.tell(size, part.reshape(table.columns.dim.shape))
+
+
 def expand_all(
     tables: Sequence[RowTable], sizes: tuple[int, ...], wanted: Sequence[Sequence[frozenset[Edges] | None]]
 ) -> list[Expanded]:
@@ -304,6 +331,7 @@ def expand_all(
     Returns:
         Candidates in the order of their rows' product.
     """
+    look_up_rows(tables, sizes)
     products = [table.product(sizes, want) for table, want in zip(tables, wanted, strict=True)]
     found = _all_expanded(products, sizes)
     none = [k for k, e in enumerate(found) if not e.candidates]

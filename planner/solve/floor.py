@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from meshwright.planner.cost.compute import cluster_seconds
+from meshwright.planner.cost.compute import Priced, clusters_seconds
 from meshwright.planner.ir.cluster import Cluster, ClusterGraph
 from meshwright.planner.ir.hardware import Device
-from meshwright.planner.solve.combine import table_of
+from meshwright.planner.solve.combine import RowTable, look_up_rows, product_of, table_of
 
 
 class Floors:
@@ -25,7 +23,7 @@ class Floors:
 
     def __init__(self, clusters: ClusterGraph, device: Device):
         self._device = device
-        self._known: dict[tuple[int, tuple[int, ...]], float] = {}
+        self._known: dict[tuple[int, ...], float] = {}
         first: dict[int, Cluster] = {}
         self.counts: dict[int, int] = {}
         for cluster, g, weight in zip(clusters.clusters, clusters.class_of, clusters.weights, strict=True):
@@ -35,16 +33,15 @@ class Floors:
 
     def compute_s(self, sizes: Sequence[int]) -> float:
         """Seconds of compute below which no plan on a mesh of these sizes can be."""
-        return sum(self.class_s(g, sizes) for g in self.counts)
-
-    def class_s(self, g: int, sizes: Sequence[int]) -> float:
-        """Likewise of the clusters of one class, all of them together."""
-        key = (g, tuple(sorted(sizes)))
+        key = tuple(sorted(sizes))
         if key not in self._known:
-            self._known[key] = self.counts[g] * self._least(self._first[g], key[1])
+            look_up_rows([table_of(first) for first in self._first.values()], key)
+            parts = [(first, _combined(table_of(first), key)) for first in self._first.values()]
+            least = [float(s.min()) for s in clusters_seconds(parts, key, self._device)]
+            self._known[key] = sum(self.counts[g] * s for g, s in zip(self._first, least, strict=True))
         return self._known[key]
 
-    def _least(self, cluster: Cluster, sizes: tuple[int, ...]) -> float:
-        grids = np.meshgrid(*(np.array(table_of(cluster).on(n)) for n in sizes), indexing="ij")
-        index = np.stack([grid.ravel() for grid in grids], axis=1)
-        return float(cluster_seconds(cluster, cluster.rows, index, sizes, self._device).min())
+
+def _combined(table: RowTable, sizes: tuple[int, ...]) -> Priced:
+    """All combinations of rows that are legal over each axis alone."""
+    return table.priced(product_of([table.on(n) for n in sizes]))

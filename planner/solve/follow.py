@@ -7,10 +7,11 @@ batch come out partial and are completed where they are needed (a loss, the stat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from meshwright.planner.ir.cluster import Cluster, ClusterGraph, ClusterRow
 from meshwright.planner.ir.graph import Value
+from meshwright.planner.ir.known import Known
 from meshwright.planner.ir.spec import Placement, Placements, R, S
 from meshwright.planner.solve.candidates import even
 
@@ -20,7 +21,7 @@ _GATHER, _REDUCE, _EXCHANGE, _SLICE = 1.0, 1.0, 1.5, 1e-3
 
 
 def rows_following_batch(clusters: ClusterGraph, batch: int, size: int, dim: int = 0) -> tuple[ClusterRow, ...]:
-    """The row of every cluster over one axis of ``size`` devices that shards the batch.
+    """The row of every cluster over one axis of ``size`` devices that shards the batch; found once per program.
 
     Args:
         clusters: in execution order.
@@ -28,8 +29,23 @@ def rows_following_batch(clusters: ClusterGraph, batch: int, size: int, dim: int
         size: devices along the axis.
         dim: 0 for samples, 1 for the sequence.
     """
+    known = _FOUND(clusters)
+    if (batch, size, dim) not in known:
+        known[batch, size, dim] = _rows(clusters, batch, size, dim)
+    return known[batch, size, dim]
+
+
+def _none(_: ClusterGraph) -> dict[tuple[int, int, int], tuple[ClusterRow, ...]]:
+    return {}
+
+
+_FOUND: Known[ClusterGraph, dict[tuple[int, int, int], tuple[ClusterRow, ...]]] = Known(_none)
+
+
+def _rows(clusters: ClusterGraph, batch: int, size: int, dim: int) -> tuple[ClusterRow, ...]:
     made: dict[str, Placement] = {}
     chosen: list[ClusterRow] = []
+    fitting: dict[tuple, list[ClusterRow]] = {}
     parameters = {
         v.name: whole_placements(c, k)
         for c in clusters.clusters
@@ -37,7 +53,13 @@ def rows_following_batch(clusters: ClusterGraph, batch: int, size: int, dim: int
         for k, v in enumerate(c.outs)
     }
     for cluster in clusters.clusters:
-        row = _at_rest(cluster, batch, size, dim) if cluster.source is not None else _cheapest(cluster, made, parameters, size)
+        if cluster.source is not None:
+            row = _at_rest(cluster, batch, size, dim)
+        else:
+            key = id(cluster.rows), tuple(v.shape for v in cluster.ins), tuple(v.shape for v in cluster.outs)
+            if key not in fitting:
+                fitting[key] = [row for row in cluster.rows if _fits(cluster, row, size)]
+            row = _cheapest(cluster, fitting[key], made, parameters)
         chosen.append(row)
         made.update((v.name, p) for v, p in zip(cluster.outs, row.outs, strict=True))
     return tuple(chosen)
@@ -61,15 +83,24 @@ def _at_rest(cluster: Cluster, batch: int, size: int, dim: int) -> ClusterRow:
     return fits[0] if fits else cluster.rows[0]
 
 
-def _cheapest(
-    cluster: Cluster, made: Mapping[str, Placement], parameters: Mapping[str, frozenset[Placement]], size: int
-) -> ClusterRow:
-    def moved(row: ClusterRow) -> float:
-        if not (_is_even(cluster.ins, row.ins, size) and _is_even(cluster.outs, row.outs, size)):
-            return float("inf")
-        return sum(price_of_change(v, made[v.name], p, parameters.get(v.name)) for v, p in zip(cluster.ins, row.ins, strict=True))
+def _fits(cluster: Cluster, row: ClusterRow, size: int) -> bool:
+    return _is_even(cluster.ins, row.ins, size) and _is_even(cluster.outs, row.outs, size)
 
-    return min(cluster.rows, key=moved)
+
+def _cheapest(
+    cluster: Cluster, rows: Sequence[ClusterRow], made: Mapping[str, Placement], parameters: Mapping[str, frozenset[Placement]]
+) -> ClusterRow:
+    """Of ``rows``, those of a cluster that fit, the one that moves least; the cluster's first where none can be had."""
+    reads = [(v, made[v.name], parameters.get(v.name)) for v in cluster.ins]
+    least, best = float("inf"), cluster.rows[0]
+    for row in rows:
+        moved = 0.0
+        for (value, src, allowed), dst in zip(reads, row.ins, strict=True):
+            if src is not dst:
+                moved += price_of_change(value, src, dst, allowed)
+        if moved < least:
+            least, best = moved, row
+    return best
 
 
 def price_of_change(value: Value, src: Placement, dst: Placement, allowed: frozenset[Placement] | None) -> float:
