@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -24,6 +24,9 @@ PROBES = 4
 
 _NEAR = 0.85
 """Where to look next between a count that does not fit (0) and one that does (1), if the peaks do not tell."""
+
+_HURTS = 0.02
+"""Memory makes a level slower if it raises its bound by more than this part; then the most promising level is planned first."""
 
 _FINE = 1 / 16
 """Mixtures closer than this part of all blocks are not told apart."""
@@ -73,26 +76,38 @@ class Tried(Generic[Found]):
 
 
 Try = Callable[[Recompute], Tried[Found]]
+# Lower bounds of any plan's time with a choice: within the memory limit, and without one.
+Promise = Callable[[Recompute], tuple[float, float]]
 
 
-def best(program: Recomputable, limit_bytes: int, attempt: Try[Found], *, training: bool) -> list[Tried[Found]]:
+def best(program: Recomputable, limit_bytes: int, attempt: Try[Found], promise: Promise, *, training: bool) -> list[Tried[Found]]:
     """All choices that were tried, the best one first.
 
     Args:
         program: the program.
         limit_bytes: memory per device.
         attempt: plans one choice.
+        promise: bounds of one choice, far cheaper than a plan.
         training: whether there is a backward at all.
     """
-    tried: list[Tried[Found]] = []
-    for level in LEVELS if training else LEVELS[:1]:
-        tried.append(attempt(Recompute(level)))
-        if tried[-1].is_free:
-            break
+    known: dict[str, Tried[Found]] = {}
+    for level in _most_promising_first(promise) if training else LEVELS[:1]:
+        if not any(t.is_free and LEVELS.index(lower) < LEVELS.index(level) for lower, t in known.items()):
+            known[level] = attempt(Recompute(level))
+    tried = [known[level] for level in LEVELS if level in known]
     chosen = min(range(len(tried)), key=lambda i: tried[i].step_time_s)
     if chosen and tried[chosen].found is not None:
         tried += _mixtures(program, limit_bytes, attempt, tried[chosen - 1], tried[chosen])
     return sorted(tried, key=lambda t: t.step_time_s)
+
+
+def _most_promising_first(promise: Promise) -> Iterator[str]:
+    bound_s, free_bound_s = promise(Recompute(LEVELS[0]))
+    if bound_s <= free_bound_s * (1 + _HURTS):
+        yield from LEVELS
+        return
+    bounds = [bound_s, *(promise(Recompute(level))[0] for level in LEVELS[1:])]
+    yield from (LEVELS[k] for k in sorted(range(len(LEVELS)), key=lambda k: (bounds[k], k)))
 
 
 def _mixtures(

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from meshwright.planner import blocks, fuse, rules
 from meshwright.planner.correspond import Unlike
 from meshwright.planner.cost import CostModel
@@ -26,6 +28,7 @@ from meshwright.planner.micro import TimeSpecs, time_specs
 from meshwright.planner.micro_costs import MicroCosts, TimeRows
 from meshwright.planner.options import Clock, Options
 from meshwright.planner.pinned import folded_pins
+from meshwright.planner.solve.bundle import Prices
 from meshwright.planner.solve.candidates import Edges, edges
 from meshwright.planner.solve.diagnose import ROW_MARGIN, explain_infeasible
 from meshwright.planner.solve.floor import Floors
@@ -67,6 +70,7 @@ class Program:
         pins: what the user fixes, in the names of the program.
         recompute: what its backward computes again.
         known: what was found out on the way and does not depend on the mesh or the options.
+        prices: of overlap and memory that were best on the mesh looked at last, by strategy: good ones to try on the next.
     """
 
     capture: Capture
@@ -78,6 +82,7 @@ class Program:
     pins: Mapping[str, Any]
     recompute: Recompute
     known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    prices: dict[str, Prices] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -87,8 +92,9 @@ class Program:
         options: Options,
         clock: Clock | None = None,
         recompute: Recompute | None = None,
+        prices: dict[str, Prices] | None = None,
     ) -> Program:
-        """Fuse and fold.
+        """Fuse and fold; ``prices``: those of the same program with other recomputation.
 
         Raises:
             NoRuleError: an op has no rule and ``on_missing_rule="error"``.
@@ -100,7 +106,9 @@ class Program:
         clock = clock or Clock(options.progress)
         clusters = _clusters(capture, options, clock)
         floors, limit = Floors(clusters, hardware.device), options.memory_limit(hardware)
-        return cls(capture, clusters, floors, options, clock, limit, pins, recompute or Recompute())
+        return cls(
+            capture, clusters, floors, options, clock, limit, pins, recompute or Recompute(), {} if prices is None else prices
+        )
 
     def floor_bytes(self, num_devices: int) -> float:
         """Lower bound of any plan's memory: parameters and saved activations sharded over all devices."""
@@ -336,7 +344,12 @@ class OnMesh:
                 whole, effort = self._whole(name, tables), effort or self.program.options.effort
                 problem = replace(tables.problem, memory_limit_bytes=self._limit_bytes if limited else None)
                 settled = settle_avoided(problem, whole, tables.cache, effort)
-                ahead = look_ahead(problem, settled, tables.cache, effort, beat_s) if settled else nothing_left(problem)
+                likely = self.program.prices.get(name)
+                ahead = look_ahead(problem, settled, tables.cache, effort, beat_s, likely) if settled else nothing_left(problem)
+                if limited:
+                    self.unlimited.bound_s = max(self.unlimited.bound_s, ahead.free_bound_s)
+                if ahead.chosen is not None or name not in self.program.prices:
+                    self.program.prices[name] = ahead.prices
                 self._tasks[name, limited] = _Task(tables, problem, settled or whole, ahead)
         return self._tasks[name, limited]
 
@@ -397,6 +410,10 @@ class OnMesh:
             self.unlimited = unlimited if limited else self.unlimited
             if solution is None or isinstance(solution, Excluded):
                 return solution
+            if solution.weights is not None:  # a good start for the next time, here or on another mesh
+                prices = replace(task.ahead.prices, weights=np.array(solution.weights))
+                self._tasks[name, limited] = replace(task, ahead=replace(task.ahead, prices=prices))
+                self.program.prices[name] = prices
             return self._found(name, tables, problem, whole, solution)
 
     def solve_changed(

@@ -7,7 +7,7 @@ solver, then its relaxation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.planner.ir.errors import InputError
@@ -51,21 +51,32 @@ class Race:
     def run(self, meshes: Sequence[OnMesh]) -> Race:
         """Look at every mesh: bounds first, of one axis and then of axes of about equal sizes, which are low as a rule; those well
         above the lowest need not be tight."""
-        bounds, enough = dict[int, float](), math.inf
-        for k in sorted(range(len(meshes)), key=lambda k: (meshes[k].mesh.num_axes > 1, max(meshes[k].mesh.sizes))):
-            on = meshes[k]
-            enough = min(enough, self.beat_s)
-            bound = on.floor_s if on.floor_s >= enough else self._bound_s(on, enough)
-            if bound is None:
-                continue
-            if bound < enough and on.is_foreseen(self.name):  # then it costs next to nothing to know it
-                self._look_at(on, bound)
+        bounds: dict[int, float] = {}
+        for k, bound in self._bounds(meshes):
+            if bound < self.beat_s and meshes[k].is_foreseen(self.name):  # then it costs next to nothing to know it
+                self._look_at(meshes[k], bound)
             else:
                 bounds[k] = bound
-            enough = min(enough, bound * (1 + _CLOSE))
         for k in sorted(bounds, key=lambda k: (bounds[k], k)):
             self._look_at(meshes[k], bounds[k])
         return self
+
+    def bounds_s(self, meshes: Sequence[OnMesh]) -> tuple[float, float]:
+        """Lower bounds of any plan on any of the meshes: within the memory limit, and without one; infinite where the strategy cannot
+        be had."""
+        bounds = dict(self._bounds(meshes))
+        free = [max(meshes[k].floor_s, meshes[k].unlimited.bound_s) for k in bounds]
+        return min(bounds.values(), default=math.inf), min(free, default=math.inf)
+
+    def _bounds(self, meshes: Sequence[OnMesh]) -> Iterator[tuple[int, float]]:
+        """Index and bound of the meshes that the strategy can be had on."""
+        enough = math.inf
+        for k in sorted(range(len(meshes)), key=lambda k: (meshes[k].mesh.num_axes > 1, max(meshes[k].mesh.sizes))):
+            on, enough = meshes[k], min(enough, self.beat_s)
+            bound = on.floor_s if on.floor_s >= enough else self._bound_s(on, enough)
+            if bound is not None:
+                yield k, bound
+                enough = min(enough, bound * (1 + _CLOSE))
 
     def beat(self, found: Found) -> None:
         """Take a plan that was found otherwise."""

@@ -29,6 +29,7 @@ from meshwright.planner.meshes import LogicalMesh
 from meshwright.planner.on_mesh import Found, OnMesh, Program, rows_of
 from meshwright.planner.options import Clock, Options
 from meshwright.planner.race import Race
+from meshwright.planner.solve.bundle import Prices
 from meshwright.planner.solve.optimise import Effort
 from meshwright.planner.solve.strategies import STRATEGIES, axis_name_rules, strategy_named
 from meshwright.planner.spell import checked_plan
@@ -96,6 +97,9 @@ class _Levels:
         self.limit_bytes = options.memory_limit(meshes[0].hardware)
         self.best: Tried[_Search] | None = None
         self.by_program: dict[str, Tried[_Search]] = {}
+        self.by_graph: dict[str, Recompute] = {}
+        self.searches: dict[Recompute, _Search | Tried[_Search]] = {}
+        self.prices: dict[str, Prices] = {}
 
     def plan(self, finer: Finer | None) -> Plan:
         """Try the choices, and spell out the best."""
@@ -103,40 +107,66 @@ class _Levels:
             tried = [self._attempt(Recompute(self.options.recompute))]
         else:
             training = self.source.capture_at(Recompute()).training
-            tried = levels.best(self.source, self.limit_bytes, self._attempt, training=training)
+            tried = levels.best(self.source, self.limit_bytes, self._attempt, self._promise, training=training)
         found = [t.found for t in tried if t.found is not None]
         search = found[0] if found[0].raced.best is not None else found[-1]
         plan = search.plan(search.raced, finer)
         return replace(plan, notes=(*plan.notes, *_recompute_note(tried[1:])))
 
+    def _promise(self, recompute: Recompute) -> tuple[float, float]:
+        search = self._search(recompute)
+        return (math.inf, math.inf) if isinstance(search, Tried) else search.bounds_s()
+
     def _attempt(self, recompute: Recompute) -> Tried[_Search]:
-        try:
-            with self.clock.phase("recompute"):
-                capture = self.source.capture_at(recompute)
-            known = self.by_program.get(capture.graph.hash)
-            if known is not None:  # nothing of this level is worth computing again
-                return replace(known, recompute=recompute, found=None, step_time_s=math.inf)
-            options = replace(self.options, effort=_MIXED) if recompute.is_mixed else self.options
-            program = Program.of(capture, self.meshes[0].hardware, options, self.clock, recompute)
-        except Unlike:
-            if not recompute.is_mixed:
-                raise
-            return Tried(recompute, None, math.inf, math.inf, math.inf, False)
-        floor = program.floor_bytes(self.meshes[0].mesh.num_devices)
-        if floor > self.limit_bytes and self.options.recompute is None and recompute.level != LEVELS[-1]:
-            return Tried(recompute, None, math.inf, floor, math.inf, False)
-        tried = _Search(program, self._meshes(recompute)).attempt(
-            math.inf if self.best is None or recompute.is_mixed else self.best.step_time_s, floor
-        )
-        self.by_program[capture.graph.hash] = tried
+        search = self._search(recompute)
+        if isinstance(search, Tried):
+            return search
+        tried = search.attempt(math.inf if self.best is None or recompute.is_mixed else self.best.step_time_s)
+        self.by_program[search.program.capture.graph.hash] = tried
         if self.best is None or tried.step_time_s < self.best.step_time_s:
             self.best = tried
         return tried
+
+    def _search(self, recompute: Recompute) -> _Search | Tried[_Search]:
+        """The search with a choice of recomputation, prepared once; or what is known of it without one."""
+        if recompute not in self.searches:
+            self.searches[recompute] = self._prepared(recompute)
+        search = self.searches[recompute]
+        if isinstance(search, Tried):
+            return search
+        known = self.by_program.get(search.program.capture.graph.hash)
+        return search if known is None else replace(known, recompute=recompute, found=None, step_time_s=math.inf)
+
+    def _prepared(self, recompute: Recompute) -> _Search | Tried[_Search]:
+        with self.clock.phase("recompute"):
+            try:
+                capture = self.source.capture_at(recompute)
+            except Unlike as e:
+                return _unlike(recompute, e)
+        same = self.by_graph.setdefault(capture.graph.hash, recompute)
+        if same != recompute:  # nothing of this level is worth computing again
+            return self.searches[same]
+        options = replace(self.options, effort=_MIXED) if recompute.is_mixed else self.options
+        try:
+            program = Program.of(capture, self.meshes[0].hardware, options, self.clock, recompute, self.prices)
+        except Unlike as e:
+            return _unlike(recompute, e)
+        floor = program.floor_bytes(self.meshes[0].mesh.num_devices)
+        if floor > self.limit_bytes and self.options.recompute is None and recompute.level != LEVELS[-1]:
+            return Tried(recompute, None, math.inf, floor, math.inf, False)
+        return _Search(program, self._meshes(recompute))
 
     def _meshes(self, recompute: Recompute) -> Sequence[LogicalMesh]:
         """All meshes for a level; for a mixture of two that on which one of them is best."""
         found = None if self.best is None or self.best.found is None else self.best.found.raced.best
         return self.meshes if found is None or not recompute.is_mixed else (found.on.where,)
+
+
+def _unlike(recompute: Recompute, error: Unlike) -> Tried[_Search]:
+    """What is said of a mixture that cannot be folded; a whole level must be."""
+    if not recompute.is_mixed:
+        raise error
+    return Tried(recompute, None, math.inf, math.inf, math.inf, False)
 
 
 def _recompute_note(others: Sequence[Tried[_Search]]) -> tuple[str, ...]:
@@ -193,7 +223,11 @@ class _Search:
         with self.clock.phase("check"):
             return checked_plan(self.program, self.raced.name, found, found.bound_s, (), ()).predicted
 
-    def attempt(self, known_s: float, floor_bytes: float) -> Tried[_Search]:
+    def bounds_s(self) -> tuple[float, float]:
+        """Lower bounds of any plan on any of the meshes: within the memory limit, and without one."""
+        return Race(strategy_named(self.options.strategy).name, self.options.effort).bounds_s(self.meshes)
+
+    def attempt(self, known_s: float) -> Tried[_Search]:
         """What :meth:`race` finds, as one choice of recomputation."""
         race = self.race(known_s)
         best_s = race.known_s if race.best is None else race.best.objective_s
@@ -201,7 +235,8 @@ class _Search:
         on = min((on for on, _ in race.tried), key=lambda on: on.floor_s) if race.best is None else race.best.on
         time_s = math.inf if race.best is None else race.best.outcome.step_time_s
         free_peak = race.best.outcome.peak_memory_bytes if is_free and race.best is not None else on.free_peak_bytes()
-        return Tried(self.program.recompute, self, time_s, floor_bytes, free_peak, is_free)
+        floor = self.program.floor_bytes(self.meshes[0].mesh.num_devices)
+        return Tried(self.program.recompute, self, time_s, floor, free_peak, is_free)
 
     def plan(self, race: Race, finer: Finer | None = None) -> Plan:
         """Compare, split the best mesh, spell out, verify.

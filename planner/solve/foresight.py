@@ -15,8 +15,8 @@ from meshwright.planner.solve.price import memory_of
 from meshwright.planner.solve.problem import Problem, Restriction
 from meshwright.planner.solve.program import NetworkCache, largest_memory_bytes
 
-# Passes of messages at each of the prices; more change little (measured).
-_SWEEPS = 4
+# Passes of messages at each of the prices, at most, and the part of the gap by which four more have to raise the bound.
+_PASSES, _WORTH = 32, 0.2
 # The search for prices ends where the bound rose by less than this part of the gap in so many rounds.
 _RISE, _PATIENCE = 0.3, 3
 # A bound so many times that without a memory limit: nothing fits, as a rule, and the solver says so sooner.
@@ -48,6 +48,7 @@ class Foresight:
     def below(self, restriction: Restriction, cutoff_s: float) -> Restriction | None:
         """The restriction without what only plans of at least ``cutoff_s`` use; None where nothing else is left."""
         kept = {g: (proved <= cutoff_s * (1 + _EXACT)) & np.isfinite(proved) for g, proved in enumerate(self.proved_s)}
+        kept = {g: mask & restriction.allowed[g] if g in restriction.allowed else mask for g, mask in kept.items()}
         return replace(restriction, allowed=kept) if all(mask.any() for mask in kept.values()) else None
 
 
@@ -58,7 +59,14 @@ def nothing_left(problem: Problem) -> Foresight:
 
 
 def foresee(
-    problem: Problem, restriction: Restriction, cache: NetworkCache, *, gap: float, rounds: int, beat_s: float = np.inf
+    problem: Problem,
+    restriction: Restriction,
+    cache: NetworkCache,
+    *,
+    gap: float,
+    rounds: int,
+    beat_s: float = np.inf,
+    likely: Prices | None = None,
 ) -> Foresight:
     """Look ahead.
 
@@ -69,6 +77,7 @@ def foresee(
         gap: relative gap that is of interest: finer prices are not looked for.
         rounds: prices tried at most.
         beat_s: a bound as high as this is high enough.
+        likely: prices to try early: those of a similar problem.
     """
     limit = problem.memory_limit_bytes
     messages = Messages(problem, restriction, cache)
@@ -78,7 +87,7 @@ def foresee(
     risen = [-np.inf] * _PATIENCE
     for _ in range(rounds):
         messages.price(prices)
-        messages.sweep(_SWEEPS)
+        messages.settle(_PASSES, _WORTH * gap)
         bound, floors = messages.proved()
         for best, floor in zip(proved, floors, strict=True):
             np.maximum(best, floor, out=best)
@@ -92,6 +101,8 @@ def foresee(
         reach, prices = bundle.propose()
         if reach - bundle.bound <= gap / 3 * abs(reach):
             break
+        if likely is not None and not likely.is_free and bundle.suits(likely):
+            prices, likely = likely, None
     nearest = _nearest(problem, [p for p in bundle.planes if p.objective < messages.unreachable_s])
     chosen, about = (None, np.inf) if nearest is None else (nearest.chosen, nearest.objective)
     return Foresight(bundle.bound, free_bound, tuple(proved), bundle.prices, chosen, about)

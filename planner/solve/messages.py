@@ -23,6 +23,8 @@ from meshwright.planner.solve.program import NetworkCache, typical_seconds
 
 # Stands for "cannot be reached": so many times a typical objective. Far larger numbers would travel with the messages.
 _FAR = 100.0
+# Messages are passed so often before it is looked whether that was enough.
+_AT_ONCE = 4
 # Passes over the choices that improve a plan read off the messages, one choice at a time.
 _IMPROVEMENTS = 3
 
@@ -157,6 +159,21 @@ class Messages:
                 joint += rest_b
                 total[a], total[b] = 0.5 * joint.min(axis=1), 0.5 * joint.min(axis=0)
                 sent[b, a], sent[a, b] = total[a] - rest_a, total[b] - rest_b
+
+    def settle(self, passes: int, rise: float) -> None:
+        """Pass messages until some more passes raise the bound by less than a part of it: at most so many."""
+        before = -np.inf
+        for _ in range(0, passes, _AT_ONCE):
+            self.sweep(_AT_ONCE)
+            now = self.plain_bound
+            if now - before < rise * abs(now):
+                break
+            before = now
+
+    @property
+    def plain_bound(self) -> float:
+        """A lower bound of the objective, once messages were passed: that of :meth:`proved` is never below it."""
+        return self._base + sum(float(total.min()) for total in self._total)
 
     def proved(self) -> tuple[float, list[np.ndarray]]:
         """A lower bound of the objective, and of that of plans with each candidate: infinite where it is not allowed."""

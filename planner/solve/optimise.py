@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshwright.planner.solve.backend import Answer, LinearProgram, Solver
+from meshwright.planner.solve.bundle import Prices
 from meshwright.planner.solve.foresight import Foresight, foresee, nothing_left
 from meshwright.planner.solve.marginals import proved_costs
 from meshwright.planner.solve.price import memory_of, objective_s, price
@@ -38,7 +39,7 @@ _LEARNED = 2
 # Weights of overlap tried by messages before anything is solved.
 _FORESEEN = 12
 # How far above the bound that is foreseen the best plan is expected, at first and when that was wrong; then anywhere.
-_LIKELY = (1.05, 1.3, np.inf)
+_LIKELY = (1.03, 1.1, 1.3, np.inf)
 # A new program is filled when at most this part of the candidates is left.
 _WORTH = 0.7
 
@@ -60,7 +61,7 @@ class Effort:
     nodes: int = 200
     time_limit_s: float = 30.0
     rounds: int = 12
-    columns: int = 400_000
+    columns: int = 250_000
     foreseen: float = 0.1
 
 
@@ -76,6 +77,7 @@ class Solution:
             the search stopped before the gap asked for.
         columns: columns of the program.
         rows: rows of the program.
+        weights: of overlap at which the bound was highest, by segment; None where nothing was solved.
     """
 
     chosen: tuple[int, ...]
@@ -84,6 +86,7 @@ class Solution:
     method: str
     columns: int
     rows: int
+    weights: tuple[float, ...] | None = None
 
     @property
     def gap(self) -> float:
@@ -160,21 +163,26 @@ def optimise_below(
     for likely in _LIKELY:
         cutoff_s = min(beat_s, likely * ahead.bound_s)
         found = _Search(problem, settled, cache, effort, cutoff_s, unlimited, ahead).run()
-        if cutoff_s >= beat_s or (isinstance(found, Solution) and found.gap <= effort.gap):
+        if cutoff_s >= beat_s or (isinstance(found, Solution) and found.objective_s <= cutoff_s):
             break
     return found
 
 
 def look_ahead(
-    problem: Problem, restriction: Restriction, cache: NetworkCache, effort: Effort, beat_s: float = np.inf
+    problem: Problem,
+    restriction: Restriction,
+    cache: NetworkCache,
+    effort: Effort,
+    beat_s: float = np.inf,
+    likely: Prices | None = None,
 ) -> Foresight:
     """What is known of a problem without solving it; avoided candidates count as forbidden only if :func:`settle_avoided` was asked.
 
-    The search for a higher bound stops once it reaches ``beat_s``.
+    The search for a higher bound stops once it reaches ``beat_s``; ``likely``: prices to try early.
     """
     if _is_empty(restriction):
         return nothing_left(problem)
-    return foresee(problem, restriction, cache, gap=effort.gap, rounds=_FORESEEN, beat_s=beat_s)
+    return foresee(problem, restriction, cache, gap=effort.gap, rounds=_FORESEEN, beat_s=beat_s, likely=likely)
 
 
 def _is_empty(restriction: Restriction) -> bool:
@@ -291,7 +299,11 @@ class _Search:
             outcome = price(self.problem, self.root.restriction, chosen)
             self._offer(objective_s(self.problem, outcome, chosen) * self.scale, chosen)
         self.root.lower = self.ahead.bound_s * self.scale
-        cutoff = min(self.upper, self._beat())
+        return self._drop_foreseen(min(self.upper, self._beat()))
+
+    def _drop_foreseen(self, cutoff: float | None = None) -> bool:
+        """Drop what was foreseen to cost at least a cutoff, by default what is not looked for any more; False where that is all."""
+        cutoff = self._target() if cutoff is None else cutoff
         kept = self.ahead.below(self.root.restriction, cutoff / self.scale)
         self.excluded = min(self.excluded, cutoff)
         if kept is not None:
@@ -306,7 +318,9 @@ class _Search:
 
     def _solution(self, lower: float) -> Solution:
         assert self.chosen is not None
-        return Solution(self.chosen, self.upper / self.scale, min(lower, self.upper) / self.scale, self.method, *self.size)
+        weights = None if self.root.scan is None else tuple(self.root.scan.weights.tolist())
+        bounds = (self.upper / self.scale, min(lower, self.upper) / self.scale)
+        return Solution(self.chosen, *bounds, self.method, *self.size, weights)
 
     def run(self) -> Solution | Excluded | None:
         """The best plan; what all cost where none is below ``beat_s``; None where nothing fits.
@@ -321,7 +335,7 @@ class _Search:
         open_nodes = [self.root] if is_open and self._scan(self.root, self.effort.rounds) else []
         if open_nodes and not self._is_settled(self.root.lower):
             self._integers_on_support()
-            if not self._is_settled(self.root.lower) and not self._integers_at_once():
+            if not self._is_settled(self.root.lower) and not (self._drop_foreseen() and self._integers_at_once()):
                 open_nodes = []
         lower = self._explore(open_nodes)
         self._learn_unlimited(lower)
