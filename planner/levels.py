@@ -76,8 +76,8 @@ class Tried(Generic[Found]):
 
 
 Try = Callable[[Recompute], Tried[Found]]
-# Lower bounds of any plan's time with a choice: within the memory limit, and without one.
-Promise = Callable[[Recompute], tuple[float, float]]
+# Lower bounds of any plan's time with a choice, or of those on the first mesh alone: within the memory limit, and without one.
+Promise = Callable[[Recompute, bool], tuple[float, float]]
 
 
 def best(program: Recomputable, limit_bytes: int, attempt: Try[Found], promise: Promise, *, training: bool) -> list[Tried[Found]]:
@@ -102,11 +102,13 @@ def best(program: Recomputable, limit_bytes: int, attempt: Try[Found], promise: 
 
 
 def _most_promising_first(promise: Promise) -> Iterator[str]:
-    bound_s, free_bound_s = promise(Recompute(LEVELS[0]))
-    if bound_s <= free_bound_s * (1 + _HURTS):
-        yield from LEVELS
-        return
-    bounds = [bound_s, *(promise(Recompute(level))[0] for level in LEVELS[1:])]
+    """The levels; in their order unless memory makes the first one slower wherever one looks."""
+    for first in (True, False):
+        bound_s, free_bound_s = promise(Recompute(LEVELS[0]), first)
+        if bound_s <= free_bound_s * (1 + _HURTS):
+            yield from LEVELS
+            return
+    bounds = [bound_s, *(promise(Recompute(level), False)[0] for level in LEVELS[1:])]
     yield from (LEVELS[k] for k in sorted(range(len(LEVELS)), key=lambda k: (bounds[k], k)))
 
 

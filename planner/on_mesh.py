@@ -337,14 +337,15 @@ class OnMesh:
         return ahead.about_s <= ahead.bound_s * (1 + self.program.options.effort.gap)
 
     def _task(self, name: str, *, limited: bool, beat_s: float, effort: Effort | None = None) -> _Task:
-        """A strategy's problem, and what is known of it; computed once."""
-        if (name, limited) not in self._tasks:
+        """A strategy's problem, and what is known of it; computed once, and again where a bound was once high enough that is not now."""
+        known = self._tasks.get((name, limited))
+        if known is None or (known.ahead.is_short and known.ahead.bound_s < beat_s):
             tables = self.tables_for(name)
             with self.program.clock.phase("bound"):
                 whole, effort = self._whole(name, tables), effort or self.program.options.effort
                 problem = replace(tables.problem, memory_limit_bytes=self._limit_bytes if limited else None)
-                settled = settle_avoided(problem, whole, tables.cache, effort)
-                likely = self.program.prices.get(name)
+                settled = known.restriction if known else settle_avoided(problem, whole, tables.cache, effort)
+                likely = known.ahead.prices if known else self.program.prices.get(name)
                 ahead = look_ahead(problem, settled, tables.cache, effort, beat_s, likely) if settled else nothing_left(problem)
                 if limited:
                     self.unlimited.bound_s = max(self.unlimited.bound_s, ahead.free_bound_s)

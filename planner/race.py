@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.plan import MeshTried
@@ -61,10 +62,10 @@ class Race:
             self._look_at(meshes[k], bounds[k])
         return self
 
-    def bounds_s(self, meshes: Sequence[OnMesh]) -> tuple[float, float]:
-        """Lower bounds of any plan on any of the meshes: within the memory limit, and without one; infinite where the strategy cannot
-        be had."""
-        bounds = dict(self._bounds(meshes))
+    def bounds_s(self, meshes: Sequence[OnMesh], first: bool) -> tuple[float, float]:
+        """Lower bounds of any plan on any of the meshes, or on the ``first`` alone: within the memory limit, and without one; infinite
+        where the strategy cannot be had."""
+        bounds = dict(islice(self._bounds(meshes), 1 if first else None))
         free = [max(meshes[k].floor_s, meshes[k].unlimited.bound_s) for k in bounds]
         return min(bounds.values(), default=math.inf), min(free, default=math.inf)
 

@@ -37,9 +37,12 @@ from meshwright.planner.spell import checked_plan
 __all__ = ["STRATEGIES", "Options", "make_plan", "search_plan", "strategy_named"]
 
 # What the strategies beside the plan are worth: they are for comparison, and stop at a wider gap.
-_COMPARED = Effort(gap=3e-2, nodes=20, foreseen=1.0)
+_COMPARED = Effort(gap=3e-2, nodes=20, prices=4, foreseen=1.0)
 # Mixtures are tried near the memory limit, where proofs are dear, and several of them.
 _MIXED = Effort(nodes=20)
+
+# Meshes are excluded from exactly the gap on.
+_ROUNDED = 1 + 1e-6
 
 Finer = Callable[[LogicalMesh], Sequence[LogicalMesh]]
 
@@ -113,9 +116,9 @@ class _Levels:
         plan = search.plan(search.raced, finer)
         return replace(plan, notes=(*plan.notes, *_recompute_note(tried[1:])))
 
-    def _promise(self, recompute: Recompute) -> tuple[float, float]:
+    def _promise(self, recompute: Recompute, first: bool) -> tuple[float, float]:
         search = self._search(recompute)
-        return (math.inf, math.inf) if isinstance(search, Tried) else search.bounds_s()
+        return (math.inf, math.inf) if isinstance(search, Tried) else search.bounds_s(first)
 
     def _attempt(self, recompute: Recompute) -> Tried[_Search]:
         search = self._search(recompute)
@@ -223,15 +226,15 @@ class _Search:
         with self.clock.phase("check"):
             return checked_plan(self.program, self.raced.name, found, found.bound_s, (), ()).predicted
 
-    def bounds_s(self) -> tuple[float, float]:
-        """Lower bounds of any plan on any of the meshes: within the memory limit, and without one."""
-        return Race(strategy_named(self.options.strategy).name, self.options.effort).bounds_s(self.meshes)
+    def bounds_s(self, first: bool) -> tuple[float, float]:
+        """Lower bounds of any plan on any of the meshes, or on that which is looked at first: within the memory limit, and without."""
+        return Race(strategy_named(self.options.strategy).name, self.options.effort).bounds_s(self.meshes, first)
 
     def attempt(self, known_s: float) -> Tried[_Search]:
         """What :meth:`race` finds, as one choice of recomputation."""
         race = self.race(known_s)
         best_s = race.known_s if race.best is None else race.best.objective_s
-        is_free = math.isfinite(best_s) and best_s - race.free_bound_s() <= self.options.effort.gap * best_s
+        is_free = math.isfinite(best_s) and best_s - race.free_bound_s() <= self.options.effort.gap * best_s * _ROUNDED
         on = min((on for on, _ in race.tried), key=lambda on: on.floor_s) if race.best is None else race.best.on
         time_s = math.inf if race.best is None else race.best.outcome.step_time_s
         free_peak = race.best.outcome.peak_memory_bytes if is_free and race.best is not None else on.free_peak_bytes()

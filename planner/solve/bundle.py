@@ -45,6 +45,11 @@ class Prices:
         """Compute counts, what can be hidden and memory do not."""
         return cls(np.zeros(len(SEGMENTS)), 0.0, np.zeros(sum(len(p.terms) for p in problem.peaks)))
 
+    def equals(self, other: Prices) -> bool:
+        """Whether other prices are the same."""
+        same = np.array_equal(self.weights, other.weights) and self.byte_s == other.byte_s
+        return same and np.array_equal(self.term_s, other.term_s)
+
     @property
     def is_free(self) -> bool:
         """Whether memory costs nothing."""

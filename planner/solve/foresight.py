@@ -36,6 +36,7 @@ class Foresight:
         prices: of overlap and memory at which the bound is highest.
         chosen: a plan that fits and is near to the bound; None where none was met.
         about_s: about what it costs, and at most that; infinite where there is none.
+        is_short: whether a higher bound was not looked for, as this one was high enough.
     """
 
     bound_s: float
@@ -44,6 +45,7 @@ class Foresight:
     prices: Prices
     chosen: tuple[int, ...] | None
     about_s: float
+    is_short: bool = False
 
     def below(self, restriction: Restriction, cutoff_s: float) -> Restriction | None:
         """The restriction without what only plans of at least ``cutoff_s`` use; None where nothing else is left."""
@@ -84,8 +86,9 @@ def foresee(
     bundle = Bundle(problem, messages.hides, limit is not None and largest_memory_bytes(problem, restriction) > limit)
     prices, free_bound = bundle.prices, -np.inf
     proved = [np.full(c.num_candidates, -np.inf) for c in problem.choices]
-    risen = [-np.inf] * _PATIENCE
+    risen, tried = [-np.inf] * _PATIENCE, list[Prices]()
     for _ in range(rounds):
+        tried.append(prices)
         messages.price(prices)
         messages.settle(_PASSES, _WORTH * gap)
         bound, floors = messages.proved()
@@ -103,9 +106,11 @@ def foresee(
             break
         if likely is not None and not likely.is_free and bundle.suits(likely):
             prices, likely = likely, None
+        if any(map(prices.equals, tried)):
+            break
     nearest = _nearest(problem, [p for p in bundle.planes if p.objective < messages.unreachable_s])
     chosen, about = (None, np.inf) if nearest is None else (nearest.chosen, nearest.objective)
-    return Foresight(bundle.bound, free_bound, tuple(proved), bundle.prices, chosen, about)
+    return Foresight(bundle.bound, free_bound, tuple(proved), bundle.prices, chosen, about, bundle.bound >= beat_s)
 
 
 def _nearest(problem: Problem, planes: list[Plane]) -> Plane | None:

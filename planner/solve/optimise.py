@@ -36,8 +36,6 @@ _SMALL = 6_000
 _RISE, _PATIENCE, _STALLED = 0.1, 8, 0.1
 # Relaxations after which the root looks for a plan, where none is known: with one, candidates can be dropped.
 _LEARNED = 2
-# Weights of overlap tried by messages before anything is solved.
-_FORESEEN = 12
 # How far above the bound that is foreseen the best plan is expected, at first and when that was wrong; then anywhere.
 _LIKELY = (1.03, 1.1, 1.3, np.inf)
 # A new program is filled when at most this part of the candidates is left.
@@ -54,6 +52,7 @@ class Effort:
         time_limit_s: seconds for one integer program, for safety: never reached as a rule, and told when it is.
         rounds: prices tried by a scan at most.
         columns: columns of all relaxations together from which on no node is split; a count, as ``nodes``.
+        prices: prices of overlap and memory at which messages are passed before anything is solved, at most.
         foreseen: part of ``gap`` at which a plan that is foreseen is taken without looking further.
     """
 
@@ -62,6 +61,7 @@ class Effort:
     time_limit_s: float = 30.0
     rounds: int = 12
     columns: int = 250_000
+    prices: int = 12
     foreseen: float = 0.1
 
 
@@ -182,7 +182,7 @@ def look_ahead(
     """
     if _is_empty(restriction):
         return nothing_left(problem)
-    return foresee(problem, restriction, cache, gap=effort.gap, rounds=_FORESEEN, beat_s=beat_s, likely=likely)
+    return foresee(problem, restriction, cache, gap=effort.gap, rounds=effort.prices, beat_s=beat_s, likely=likely)
 
 
 def _is_empty(restriction: Restriction) -> bool:
