@@ -333,7 +333,7 @@ class OnMesh:
 
     def is_foreseen(self, name: str) -> bool:
         """Whether :meth:`bound_s` met a plan on the way that is about as good as the bound says."""
-        ahead = self._task(name, limited=True, beat_s=math.inf).ahead
+        ahead = self._task(name, limited=True, beat_s=0.0).ahead
         return ahead.about_s <= ahead.bound_s * (1 + self.program.options.effort.gap)
 
     def _task(self, name: str, *, limited: bool, beat_s: float, effort: Effort | None = None) -> _Task:
