@@ -72,6 +72,14 @@ def _functional(target: torch._ops.OpOverload) -> torch._ops.OpOverload:
     return found
 
 
+@cache
+def _gives_view(target: torch._ops.OpOverload) -> bool:
+    """Whether an op's one result is a view of its first argument."""
+    returns, arguments = target._schema.returns, target._schema.arguments
+    of = arguments[0].alias_info if arguments else None
+    return len(returns) == 1 and returns[0].alias_info is not None and of is not None and not target._schema.is_mutable
+
+
 # --- arguments ----------------------------------------------------------------------------------------------------
 
 
@@ -133,12 +141,14 @@ class Recorder(TorchDispatchMode):
         self._tensors: list[torch.Tensor] = []  # so that no other tensor gets the id of one that is known
         self._sharing: dict[int, list[int]] = {}
         self._stale: set[int] = set()
+        self._written: set[int] = set()
+        self._late: dict[int, tuple[Any, Any, Any, dict[str, Any]]] = {}
         self._inputs: set[int] = set()
         self._fixed: set[int] = set()
         self._part_of: dict[int, tuple[Any, torch.Tensor, Any]] = {}
         self._results: list[tuple[fx.Node, Any]] = []
         self._composites: dict[Any, tuple[bool, bool]] = {}
-        self._first: dict[int, fx.Node] = {}
+        self._first: dict[int, dict[str, Any]] = {}
         self._stacks: dict[str, dict[str, tuple[str, None]]] = {}
         self._last_source = ""
 
@@ -161,12 +171,22 @@ class Recorder(TorchDispatchMode):
             Unusual: it was made elsewhere, or changed by another name.
         """
         node = self._nodes.get(id(tensor))
-        if node is None:
+        if id(tensor) in self._late:
+            node = self._taken_late(tensor)
+        elif node is None:
             node = self._constant(tensor)
         elif id(tensor) in self._stale:
             node = self._taken_again(tensor)
         elif self._memory[id(tensor)] != tensor.untyped_storage()._cdata:
             raise Unusual("a tensor is given other memory")
+        return node
+
+    def _taken_late(self, tensor: torch.Tensor) -> fx.Node:
+        """A view of what had been written to is taken when it is first read, and sees what was written since."""
+        func, args, kwargs, meta = self._late.pop(id(tensor))
+        node = self._node(func, tuple(map(self._argument, args)), kwargs, tensor, meta)
+        self._nodes[id(tensor)] = node
+        self._stale.discard(id(tensor))
         return node
 
     def _taken_again(self, tensor: torch.Tensor) -> fx.Node:
@@ -192,8 +212,11 @@ class Recorder(TorchDispatchMode):
         return node
 
     def _know(self, tensor: torch.Tensor, node: fx.Node) -> None:
-        memory = tensor.untyped_storage()._cdata
-        self._nodes[id(tensor)], self._memory[id(tensor)] = node, memory
+        self._nodes[id(tensor)] = node
+        self._hold(tensor)
+
+    def _hold(self, tensor: torch.Tensor) -> None:
+        memory = self._memory[id(tensor)] = tensor.untyped_storage()._cdata
         self._tensors.append(tensor)
         self._sharing.setdefault(memory, []).append(id(tensor))
 
@@ -234,6 +257,8 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
         said_args, said_kwargs = _without_defaults(func, args, kwargs)
+        if _gives_view(func) and self._memory.get(id(args[0])) in self._written:
+            return self._view_of_written(func, args, kwargs, said_args, said_kwargs)
         new_args = tuple(map(self._argument, said_args))
         new_kwargs = {k: self._argument(v) for k, v in said_kwargs.items()}
         out = func(*args, **kwargs)
@@ -254,9 +279,17 @@ class Recorder(TorchDispatchMode):
                 self._know(made, item)
         return out
 
-    def _node(self, func: Any, args: Any, kwargs: Any, out: Any) -> fx.Node:
+    def _view_of_written(self, func: Any, args: Any, kwargs: Any, said_args: Any, said_kwargs: Any) -> torch.Tensor:
+        out = func(*args, **kwargs)
+        self._late[id(out)] = (func, said_args, said_kwargs, self._provenance())
+        self._hold(out)
+        if func in _SCATTER:
+            self._part_of[id(out)] = (func, args[0], said_args[1:])
+        return out
+
+    def _node(self, func: Any, args: Any, kwargs: Any, out: Any, meta: dict[str, Any] | None = None) -> fx.Node:
         node = self.graph.create_node("call_function", func, args, kwargs, name=func._opname)
-        node.meta.update(self._provenance(node))
+        node.meta.update(self._provenance() if meta is None else meta)
         self._results.append((node, out))
         return node
 
@@ -298,23 +331,25 @@ class Recorder(TorchDispatchMode):
         if any(i in self._inputs for i in sharing if i != id(tensor)):
             raise Unusual("forward writes to an input by another name")
         self._stale.update(sharing)
+        self._written.add(self._memory[id(tensor)])
         self._stale.discard(id(tensor))
         self._nodes[id(tensor)] = self._nodes[id(new)]
 
     # --- where ops come from ---
 
-    def _provenance(self, node: fx.Node) -> dict[str, Any]:
+    def _provenance(self) -> dict[str, Any]:
         if not self.in_backward:
             if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
                 raise Unusual("saved tensors are hooked")
             number = torch.autograd._get_sequence_nr() - 1
-            self._first.setdefault(number, node)
-            return {"seq_nr": number, "nn_module_stack": self._stack(), "stack_trace": self._source()}
+            found = {"seq_nr": number, "nn_module_stack": self._stack(), "stack_trace": self._source()}
+            self._first.setdefault(number, found)
+            return found
         if self.differentiates is None:  # a sum of gradients, by the source of the op before it
             return {"stack_trace": self._last_source}
         first = self._first.get(self.differentiates)
-        self._last_source = "" if first is None else first.meta["stack_trace"]
-        stack = None if first is None else first.meta["nn_module_stack"]
+        self._last_source = "" if first is None else first["stack_trace"]
+        stack = None if first is None else first["nn_module_stack"]
         return {"seq_nr": self.differentiates, "fwd_nn_module_stack": stack, "stack_trace": self._last_source}
 
     def _stack(self) -> dict[str, tuple[str, None]]:
@@ -348,7 +383,7 @@ class Recorder(TorchDispatchMode):
         for node, out in self._results:
             if node in alive:
                 node.meta["val"] = self._fake(out)
-        for held in (self._tensors, self._results, self._nodes, self._part_of):
+        for held in (self._tensors, self._results, self._nodes, self._part_of, self._late):
             held.clear()  # type: ignore[attr-defined]
 
     def check(self) -> None:

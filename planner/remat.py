@@ -29,6 +29,7 @@ import dataclasses
 import operator
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -222,57 +223,51 @@ def choose_kept(graph: OpGraph, policy: Policy | None = None) -> set[str]:
 
 
 class _Rewriter:
-    """Writes the graph again, with copies of forward ops before their first use in the backward."""
+    """Writes copies of forward ops into a graph, each before its first use in the backward."""
 
-    def __init__(self, old: fx.Graph, kept: Set[str]):
-        self.old = old
+    def __init__(self, graph: fx.Graph, kept: Set[str]):
+        self.graph = graph
         self.kept = kept
-        self.new = fx.Graph()
-        self.copied: dict[fx.Node, fx.Node] = {}
         self.again: dict[fx.Node, fx.Node] = {}
 
-    def run(self) -> fx.Graph:
-        for node in self.old.nodes:
-            if node.op == "output":
-                self.new.node_copy(node, self.copied.__getitem__)
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.op != "call_function" or node.meta["phase"] != "backward":
                 continue
-            backward = node.op == "call_function" and node.meta["phase"] == "backward"
-            self.copied[node] = self.new.node_copy(node, self.in_backward if backward else self.copied.__getitem__)
-        return self.new
+            made_again = {n: self._copy(n, node) for n in node.all_input_nodes if self._is_lost(n)}
+            if made_again:
+                node.args, node.kwargs = self._reading((node.args, node.kwargs), made_again)
 
-    def in_backward(self, node: fx.Node) -> fx.Node:
-        """What a backward op reads for ``node``: itself if it is kept, else a copy made again."""
-        if node.op == "placeholder" or node.meta["phase"] == "backward" or self._is_kept(node):
-            return self.copied[node]
-        if node not in self.again:
-            self.again[node] = self._copy(node)
-        return self.again[node]
+    def _reading(self, arguments: Any, instead: Mapping[fx.Node, fx.Node]) -> Any:
+        return fx.map_arg(arguments, lambda n: instead.get(n, n))
+
+    def _is_lost(self, node: fx.Node) -> bool:
+        """Whether the backward reads a copy instead: a forward op's result that is not kept."""
+        return node.op == "call_function" and node.meta["phase"] != "backward" and not self._is_kept(node)
 
     def _is_kept(self, node: fx.Node) -> bool:
         if node.target is operator.getitem:
             return f"{node.args[0].name}#{node.args[1]}" in self.kept  # type: ignore[union-attr]
         return node.name in self.kept
 
-    def _copy(self, node: fx.Node) -> fx.Node:
-        """The node once more in the backward; deep chains are written without recursion in Python."""
+    def _copy(self, node: fx.Node, reader: fx.Node) -> fx.Node:
+        """The node once more before ``reader``; deep chains are written without recursion in Python."""
         pending = [node]
-        while pending:
-            top = pending[-1]
-            missing = [n for n in top.all_input_nodes if self._must_copy(n)]
-            if missing:
-                pending += missing
-                continue
-            pending.pop()
-            if top not in self.again:
-                self.again[top] = self._write(top)
+        with self.graph.inserting_before(reader):
+            while node not in self.again:
+                top = pending[-1]
+                missing = [n for n in top.all_input_nodes if self._is_lost(n) and n not in self.again]
+                if missing:
+                    pending += missing
+                    continue
+                pending.pop()
+                if top not in self.again:
+                    self.again[top] = self._write(top)
         return self.again[node]
 
-    def _must_copy(self, node: fx.Node) -> bool:
-        return node.op == "call_function" and not self._is_kept(node) and node not in self.again
-
     def _write(self, node: fx.Node) -> fx.Node:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.again.get(n, self.copied[n]))
-        copy = self.new.create_node("call_function", node.target, args, kwargs, name=f"{node.name}_r")
+        args, kwargs = self._reading((node.args, node.kwargs), self.again)
+        copy = self.graph.create_node("call_function", node.target, args, kwargs, name=f"{node.name}_r")
         copy.meta = {**node.meta, "phase": "backward", "recompute_of": node.name}
         return copy
 
@@ -289,16 +284,23 @@ def save_few(capture: Capture, kept: Set[str] | None = None) -> Capture:
     """
     if not capture.training:
         return capture
-    graph, view = rewritten(capture.gm.graph, capture.graph, choose_kept(capture.graph) if kept is None else kept)
+    graph, view = rewritten(_copied(capture.gm.graph), capture.graph, choose_kept(capture.graph) if kept is None else kept)
     return dataclasses.replace(capture, gm=joint_module(graph), graph=view)
 
 
 def rewritten(graph: fx.Graph, view: OpGraph, kept: Set[str]) -> tuple[fx.Graph, OpGraph]:
-    """A captured graph and its view, with everything but ``kept`` computed again in the backward."""
-    new = _Rewriter(graph, kept).run()
-    finish_gradients_early(new)
-    widen_late(new)
-    return new, OpGraph(view.inputs, ops_of(new), _outputs(view, new))
+    """A captured graph and its view, with everything but ``kept`` computed again in the backward; ``graph`` itself is changed."""
+    _Rewriter(graph, kept).run()
+    finish_gradients_early(graph)
+    widen_late(graph)
+    return graph, OpGraph(view.inputs, ops_of(graph), _outputs(view, graph))
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    new, copied = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        copied[node] = new.node_copy(node, copied.__getitem__)
+    return new
 
 
 def _outputs(view: OpGraph, graph: fx.Graph) -> tuple[GraphOutput, ...]:

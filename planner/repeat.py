@@ -179,7 +179,8 @@ class Folded:
         """What is planned, and the values that it keeps for the backward."""
         traced = self._traced
         if not traced.stacks:
-            return self._saving_few(traced.capture, self._parts)
+            kept = self._kept(traced.capture, self._parts)
+            return remat.save_few(traced.capture, kept), kept
         groups = {s: traced.first_group(s, self.recompute) for s in traced.stacks}
         if any(n == 1 or n == s.copies for s, n in groups.items()):
             raise Unlike("a group of repeated blocks holds a single one")
@@ -189,11 +190,14 @@ class Folded:
         if len(set(names)) != len(names):
             raise Unlike("an op belongs to two lists of blocks")
         capture = _with_graph(traced.capture, spliced.graph, spliced.view(), repeats)
-        return self._saving_few(capture, parts_of(capture.graph, traced.lists, _numbers(repeats)))
+        kept = self._kept(capture, parts_of(capture.graph, traced.lists, _numbers(repeats)))
+        if not capture.training:
+            return capture, kept
+        return _with_graph(capture, *remat.rewritten(spliced.graph, capture.graph, kept), repeats), kept
 
-    def _saving_few(self, capture: Capture, parts: Mapping[str, int]) -> tuple[Capture, frozenset[str]]:
-        kept = remat.choose_kept(capture.graph, remat.policy_of(self.recompute, parts)) if capture.training else set()
-        return remat.save_few(capture, kept), frozenset(kept)
+    def _kept(self, capture: Capture, parts: Mapping[str, int]) -> frozenset[str]:
+        """The values that the backward reads and does not compute again."""
+        return frozenset(remat.choose_kept(capture.graph, remat.policy_of(self.recompute, parts)) if capture.training else ())
 
     @cached_property
     def _whole_graph(self) -> tuple[fx.Graph, OpGraph]:
