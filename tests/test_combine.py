@@ -132,3 +132,22 @@ def test_what_is_known_of_an_object_goes_with_it() -> None:
     del thing
     gc.collect()
     assert not known._known
+
+
+def test_clusters_that_are_alike_share_their_table_and_others_do_not() -> None:
+    class Twins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 16, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(x).exp().sum() + self.b(x).exp().sum() + self.c(x).exp().sum()
+
+    program = capture(Twins(), (), {"x": torch.zeros(4, 8)})
+    products = [
+        c for c in fuse.fuse(program.graph, rules.rows_for).clusters if any(op.target == "aten.mm.default" for op in c.ops)
+    ]
+    forward = [c for c in products if c.phase == "forward"]
+    assert len(forward) == 3
+    a, b, c = (table_of(cluster) for cluster in forward)
+    assert a is b and c is not a

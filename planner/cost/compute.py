@@ -309,7 +309,7 @@ def cluster_seconds(
 
 
 def clusters_seconds(parts: Sequence[tuple[Cluster, Priced]], sizes: tuple[int, ...], device: Device) -> list[np.ndarray]:
-    """Seconds of several clusters, each under some candidates.
+    """Seconds of several clusters, each under some candidates. Clusters that share one :class:`Priced` must be alike.
 
     A cluster is one kernel: the longer of its arithmetic and its memory traffic, plus a fixed time. Views and casts to
     wider types alone cost nothing; a placeholder costs its other casts.
@@ -322,11 +322,13 @@ def clusters_seconds(parts: Sequence[tuple[Cluster, Priced]], sizes: tuple[int, 
     Returns:
         For each float64 [candidates].
     """
-    if not parts:
+    distinct = list({id(priced): (cluster, priced) for cluster, priced in parts}.values())
+    if not distinct:
         return []
-    shape, cuts = stacked([p.shape for _, p in parts]), Cuts.stacked([p.cuts for _, p in parts])
-    pieces = np.split(piece_shapes(shape, cuts, sizes), np.cumsum([len(p.shape) for _, p in parts])[:-1])
-    return [_seconds(cluster, priced, own, sizes, device) for (cluster, priced), own in zip(parts, pieces, strict=True)]
+    shape, cuts = stacked([p.shape for _, p in distinct]), Cuts.stacked([p.cuts for _, p in distinct])
+    pieces = np.split(piece_shapes(shape, cuts, sizes), np.cumsum([len(p.shape) for _, p in distinct])[:-1])
+    found = {id(p): _seconds(cluster, p, own, sizes, device) for (cluster, p), own in zip(distinct, pieces, strict=True)}
+    return [found[id(priced)] for _, priced in parts]
 
 
 def _seconds(cluster: Cluster, priced: Priced, pieces: np.ndarray, sizes: tuple[int, ...], device: Device) -> np.ndarray:

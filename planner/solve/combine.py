@@ -19,6 +19,7 @@ from meshwright.planner.ir.cuts import Cuts, cuts_of_columns, divide, padded, pi
 from meshwright.planner.ir.graph import Value
 from meshwright.planner.ir.known import Known
 from meshwright.planner.ir.spec import Placement, Placements, R, S
+from meshwright.planner.kinds import signature_of
 from meshwright.planner.solve.candidates import WHOLE_ROLES, Candidate, Edges, edges, pieces_exist
 from meshwright.planner.solve.keep import Root, root_of
 
@@ -164,7 +165,7 @@ class _Product:
 
 
 class RowTable:
-    """A cluster's rows, and what no mesh changes of them.
+    """The rows of a cluster, or of several that are alike, and what no mesh changes of them.
 
     Attributes:
         rows: the cluster's rows, and behind them those that keep a copy of what a parameter's cluster makes, as they are asked for
@@ -180,7 +181,7 @@ class RowTable:
 
     def __init__(self, cluster: Cluster):
         self.rows, self.root = list(cluster.rows), root_of(cluster)
-        self._cluster, self._source = weakref.ref(cluster), cluster.source
+        self._cluster, self._source = replace(cluster), cluster.source  # a copy: this must not keep the cluster itself
         self.may_be_uneven = cluster.source is not None and cluster.source.role == "parameter"
         self.shapes, placed = _distinct_columns(cluster)
         self.shape, self.columns = padded(self.shapes), cuts_of_columns(placed, len(self.rows))
@@ -281,9 +282,7 @@ class RowTable:
 
     def priced(self, index: np.ndarray) -> Priced:
         """What has a price under some candidates, given by their rows over each axis, int64 [candidates, axes]."""
-        cluster = self._cluster()
-        assert cluster is not None
-        return Priced(self._once("priced", lambda: priced_columns(cluster, self.rows)), self.rows, index)
+        return Priced(self._once("priced", lambda: priced_columns(self._cluster, self.rows)), self.rows, index)
 
     # --- rows whose readers find a kept copy ---
 
@@ -308,7 +307,7 @@ class RowTable:
 def look_up_rows(tables: Sequence[RowTable], sizes: Iterable[int]) -> None:
     """Find the rows of several clusters that are legal over one axis, for all of them at once."""
     for size in dict.fromkeys(sizes):
-        new = [table for table in tables if not table.settle(size)]
+        new = [table for table in dict.fromkeys(tables) if not table.settle(size)]
         if new:
             flat = [Cuts(t.columns.dim.reshape(-1, 1), t.columns.split.reshape(-1, 1)) for t in new]
             shape = stacked([np.tile(t.shape, (len(t.columns.dim), 1)) for t in new])
@@ -341,14 +340,42 @@ def expand_all(
 
 
 def _all_expanded(products: Sequence[_Product], sizes: tuple[int, ...]) -> list[Expanded]:
-    if not products:
+    distinct = list({id(p): p for p in products}.values())
+    if not distinct:
         return []
-    even = divide(stacked([p.shape for p in products]), Cuts.stacked([p.cuts for p in products]), sizes)
-    parts = np.split(even, np.cumsum([len(p.shape) for p in products])[:-1])
-    return [product.expanded(part, sizes) for product, part in zip(products, parts, strict=True)]
+    even = divide(stacked([p.shape for p in distinct]), Cuts.stacked([p.cuts for p in distinct]), sizes)
+    parts = np.split(even, np.cumsum([len(p.shape) for p in distinct])[:-1])
+    found = {id(product): product.expanded(part, sizes) for product, part in zip(distinct, parts, strict=True)}
+    return [found[id(p)] for p in products]
 
 
-table_of: Callable[[Cluster], RowTable] = Known(RowTable)
+_SHARED: weakref.WeakValueDictionary[tuple, RowTable] = weakref.WeakValueDictionary()
+
+
+def _table(cluster: Cluster) -> RowTable:
+    """The cluster's own, or that of one that computes the same with the same rows: the three projections of attention share it."""
+    if cluster.source is not None:
+        return RowTable(cluster)
+    key = _likeness(cluster)
+    table = _SHARED.get(key)
+    if table is None:
+        table = _SHARED[key] = RowTable(cluster)
+    return table
+
+
+def _likeness(cluster: Cluster) -> tuple:
+    """What clusters must share to be alike up to names: their rows, what their ops compute, and how they are wired."""
+    number: dict[str, int] = {}
+
+    def numbers(values: Iterable[Value | None]) -> tuple[int | None, ...]:
+        return tuple(None if v is None else number.setdefault(v.name, len(number)) for v in values)
+
+    edge = tuple((v.shape, v.dtype) for v in (*cluster.ins, *cluster.outs))
+    ops = tuple((signature_of(op), numbers(op.ins), numbers(op.outs)) for op in cluster.ops)
+    return id(cluster.rows), edge, ops, numbers(cluster.ins), numbers(cluster.outs)
+
+
+table_of: Callable[[Cluster], RowTable] = Known(_table)
 
 
 def _made_roots(cluster: Cluster, root: Root) -> tuple[Placement, ...]:

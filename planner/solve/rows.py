@@ -257,9 +257,11 @@ class MemoryRows:
 
 def _result_bytes(expanded: Sequence[Expanded], sizes: tuple[int, ...]) -> list[dict[tuple[int, int], np.ndarray]]:
     """Per class (op, result) to bytes by candidate."""
-    shapes, cuts = zip(*(e.results for e in expanded), strict=True)
+    distinct = list({id(e): e for e in expanded}.values())
+    shapes, cuts = zip(*(e.results for e in distinct), strict=True)
     numels = np.split(piece_numels(stacked(shapes), Cuts.stacked(cuts), sizes), np.cumsum([len(s) for s in shapes])[:-1])
-    return [e.result_bytes(n) for e, n in zip(expanded, numels, strict=True)]
+    found = {id(e): e.result_bytes(n) for e, n in zip(distinct, numels, strict=True)}
+    return [found[id(e)] for e in expanded]
 
 
 def _term(more: Mapping[int, np.ndarray]) -> Term:
