@@ -66,7 +66,7 @@ STRATEGIES = (
     "3d",
     "model_parallel",
 )
-SMALL, LARGE = 1 << 4, 1 << 20
+SMALL, LARGE = 1 << 4, 1 << 23
 """Elements of the all_reduces that latency and rate come from."""
 
 
@@ -141,7 +141,7 @@ def measured_hardware() -> Hardware:
         small_op_s = _cpu_s(_small_ops, 9) / (200 * 5)
     little, much = torch.zeros(SMALL), torch.zeros(LARGE)
     short_s = _cpu_s(lambda: [dist.all_reduce(little) for _ in range(20)], 9) / 20
-    long_s = _cpu_s(lambda: [dist.all_reduce(much) for _ in range(2)], 9) / 2
+    long_s = _cpu_s(lambda: dist.all_reduce(much), 7)
     latency_s = short_s / (1 + 2 * (ranks - 1))
     moved = 2 * (ranks - 1) / ranks * LARGE * 4
     flops, rate = 2 * rows * n * n / matmul_s, 3 * x.numel() * 4 / add_s

@@ -97,7 +97,7 @@ class _Step:
     count: int = 1
     held: dict[str, list[tuple[Span, float]]] = field(default_factory=dict)
     kind: dict[str, str] = field(default_factory=dict)
-    ahead: list[tuple[str, str, float, float]] = field(default_factory=list)
+    ahead: list[tuple[str, str, float, float, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.sizes = self.plan.mesh.sizes
@@ -214,7 +214,7 @@ class _Step:
             self._hold("gathered" if parameter else "working", self.line.spans(readers[0], readers), size)
             if parameter:
                 piece = size if _is_put_in_order(self.made[name], wanted) else self._bytes(value, self.made[name])
-                self.ahead.append((phase, readers[0], size, piece))
+                self.ahead.append((phase, readers[0], size, piece, self.clusters.times(name)))
             path = path_of(self.plan, value, phase, self.made[name], wanted)
             for between in path[1:-1]:
                 spans = self.line.spans(readers[0], readers[:1])
@@ -223,15 +223,15 @@ class _Step:
     def _fetched_ahead(self, phase: str, profiles: dict[str, np.ndarray]) -> None:
         """Copies of parameters that are under way or there before their first reader: the largest, or a buffer of small ones with
         the pieces that it is gathered from, or with the copies that are taken out of it; no more than is still to be read."""
-        ahead = [(first, size, piece) for at, first, size, piece in self.ahead if at == phase]
+        ahead = [(first, size, piece, times) for at, first, size, piece, times in self.ahead if at == phase]
         if not ahead:
             return
         start = next(op.name for op in self.graph.ops if op.phase == phase)
-        yet = self.line.profile((s, float(size)) for first, size, _ in ahead for s in self.line.spans(start, (first,)))
-        small = [(size, piece) for _, size, piece in ahead if size < GATHER_BYTES]
+        yet = self.line.profile((s, float(size * n)) for first, size, _, n in ahead for s in self.line.spans(start, (first,)))
+        small = [(size * n, piece * n) for _, size, piece, n in ahead if size < GATHER_BYTES]
         buffer = min(GATHER_BYTES, sum(size for size, _ in small))
         share = sum(piece for _, piece in small) / max(1, sum(size for size, _ in small))
-        most = max(buffer, *(size for _, size, _ in ahead))
+        most = max(buffer, *(size for _, size, _, _ in ahead))
         under_way = np.where(yet >= yet.max(), buffer * share, 0.0)
         profiles["gathered"] = profiles["gathered"] + np.minimum(yet, most) + under_way
 
