@@ -156,17 +156,22 @@ def _fastest(
 
 
 def kept_bytes(
-    members: Sequence[Cluster], candidates: Sequence[Candidate], sizes: tuple[int, ...], times: Callable[[str], int]
+    members: Sequence[Cluster], expanded: Expanded, sizes: tuple[int, ...], times: Callable[[str], int]
 ) -> dict[str, np.ndarray]:
     """Bytes by candidate of the copies that clusters of one class keep, as the category ``"kept"``; nothing where none does."""
-    if not any(c.kept for c in candidates):
+    kept = np.flatnonzero(expanded.kept_at).tolist()
+    if not kept:
         return {}
-    total = np.zeros(len(candidates))
+    total = np.zeros(len(expanded.candidates))
     for member in members:
         root = root_of(member)
         assert root is not None and member.source is not None
-        each = [piece_bytes(root.value, c.kept[-1], sizes) if c.kept else 0 for c in candidates]
-        total += times(member.source.value.name) * np.array(each, dtype=float)
+        each = np.zeros(len(expanded.candidates))
+        for i in kept:
+            path = expanded.candidates[i].kept
+            assert path is not None
+            each[i] = piece_bytes(root.value, path[-1], sizes)
+        total += times(member.source.value.name) * each
     return {"kept": total}
 
 

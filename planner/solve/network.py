@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Protocol
 
@@ -47,6 +47,7 @@ class PlacementNetwork:
     kinds: np.ndarray
     bytes: np.ndarray
     network: Network
+    _at: dict[int, tuple[tuple[Placements, ...], np.ndarray]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def arcs(self) -> tuple[tuple[int, str, int], ...]:
@@ -59,9 +60,14 @@ class PlacementNetwork:
         """Placements to node."""
         return {p: i for i, p in enumerate(self.nodes)}
 
-    def at(self, placements: Iterable[Placements]) -> np.ndarray:
+    def at(self, placements: tuple[Placements, ...]) -> np.ndarray:
         """Nodes of placements, int64 [placements]."""
-        return np.array([self.index[p] for p in placements], dtype=np.int64)
+        known = self._at.get(id(placements))
+        if known is None:
+            nodes = np.array([self.index[p] for p in placements], dtype=np.int64)
+            nodes.setflags(write=False)  # several flows have it
+            known = self._at[id(placements)] = placements, nodes
+        return known[1]
 
     def are(self, axes: Iterable[int], kinds: Iterable[str]) -> np.ndarray:
         """Whether an arc is one of some kinds over one of some axes, bool [arcs]."""

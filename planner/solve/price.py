@@ -51,24 +51,29 @@ def price(problem: Problem, restriction: Restriction, chosen: Sequence[int]) -> 
         compute[choice.segment] += choice.count * float(choice.compute_s[c])
         if choice.gather_s is not None:
             (hidden if choice.gather_hidden else exposed)[choice.segment] += choice.count * float(choice.gather_s[c])
-    trees = []
+    trees, known = [], dict[tuple, list[int]]()
     for index, flow in enumerate(problem.flows):
-        tree = _tree(flow, restriction.arcs.get(index), chosen)
+        tree = _tree(flow, restriction.arcs.get(index), chosen, known)
         seconds = flow.count * float(flow.network.seconds[tree].sum()) if tree else 0.0
         (hidden if flow.hidden else exposed)[flow.segment] += seconds
         trees.append(tuple(tree))
     return Outcome(tuple(compute), tuple(exposed), tuple(hidden), memory_of(problem, chosen), tuple(trees))
 
 
-def _tree(flow: Flow, arcs: np.ndarray | None, chosen: Sequence[int]) -> list[int]:
+def _tree(flow: Flow, arcs: np.ndarray | None, chosen: Sequence[int], known: dict[tuple, list[int]]) -> list[int]:
+    """``known``: trees of other flows; grows."""
     root = int(flow.supply_nodes[chosen[flow.supply]])
     terminals = [
         frozenset(d.nodes.tolist()) if d.choice is None else frozenset((int(d.nodes[chosen[d.choice]]),)) for d in flow.demands
     ]
-    tree = cheapest_tree(flow.network, flow.allowed if arcs is None else flow.allowed & arcs, root, terminals)
-    if tree is None:
-        raise VerifyError(f"value {flow.name}: no path from node {root} to one of {terminals}")
-    return tree
+    allowed = flow.allowed if arcs is None else flow.allowed & arcs
+    key = id(flow.network), allowed.tobytes(), root, tuple(terminals)
+    if key not in known:
+        tree = cheapest_tree(flow.network, allowed, root, terminals)
+        if tree is None:
+            raise VerifyError(f"value {flow.name}: no path from node {root} to one of {terminals}")
+        known[key] = tree
+    return known[key]
 
 
 def memory_of(problem: Problem, chosen: Sequence[int]) -> dict[str, int]:

@@ -207,7 +207,7 @@ def _choice(
 ) -> Choice:
     members, root = [clusters.clusters[i] for i in layout.members[g]], tied.expanded.table.root
     rest = resting(layout.with_gradient, members, tied.expanded, mesh.sizes, state_bytes, clusters.times)
-    memory = _added({**rest, **kept_bytes(members, tied.expanded.candidates, mesh.sizes, clusters.times)}, at_base)
+    memory = _added({**rest, **kept_bytes(members, tied.expanded, mesh.sizes, clusters.times)}, at_base)
     segment, count = SEGMENTS.index(tied.first.phase), sum(clusters.weights[i] for i in layout.members[g])
     if tied.gather_s is None or root is None:
         return Choice(tied.first.name, count, segment, tied.seconds, memory)
@@ -270,7 +270,9 @@ class _Flows:
     def wish(self, group: Group) -> Wish:
         """The network that a flow needs."""
         source, made = self._cluster(group).source, self._expanded[group.supply].distinct("out", group.slot)
-        used = dict.fromkeys((*made, *(p for r in group.readers for p in self._wanted(r))))
+        used = dict.fromkeys(made)
+        for reader in group.readers:
+            used.update(dict.fromkeys(self._wanted(reader)))
         uneven = (source is not None and source.role == "parameter") or any(kind == "grad" for kind, _, _ in group.readers)
         return Wish(self._cluster(group).outs[group.slot], tuple(used), uneven)
 
