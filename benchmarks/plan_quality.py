@@ -6,8 +6,8 @@ Everything in a table is priced by the same cost model, for the same model, batc
 degrees, scaled to the row's number of devices by data parallelism: on ``dp`` the batch is sharded, parameters are used whole and
 rest sharded or not (DDP or ZeRO, each parameter as is best); on ``cp`` the sequence is; on ``tp`` parameters are used as they
 rest, the sequence sharded between as is best. Whatever is not said by that is chosen as well as it can be, so a configuration is
-never worse here than as published. Pipeline stages of published configurations are
-left out (``auto`` may have some), and experts are not sharded as such, which the table says.
+never worse here than as published. With ``pp`` it has that many pipeline ranks; schedule, stages per rank, micro-batches
+and recomputation are chosen, as for ``auto``. Experts are not sharded as such, which the table says.
 ``auto/this`` is the ratio that should be at most 1 wherever the other fits the memory.
 """
 
@@ -18,6 +18,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ class Published:
     """A configuration that somebody published.
 
     Attributes:
-        degrees: devices for ``dp``, ``cp`` and ``tp``.
+        degrees: devices for ``pp``, ``dp``, ``cp`` and ``tp``; with ``pp``, what they leave is ``dp``.
         source: where.
         left_out: what of it cannot be said here, or ``""``.
     """
@@ -45,6 +46,7 @@ class Published:
 
 
 _DGX_CLOUD = "NVIDIA DGX Cloud Benchmarking v25.04.02"
+_HERD = "The Llama 3 Herd of Models (arXiv 2407.21783), table 4"
 _TITAN = "torchtitan benchmarks, December 2024"
 _MODEL_ZOO = "Megatron-MoE-ModelZoo, runtime_configs/benchmarking/runtime.conf"
 _MLPERF = "MLPerf Training v0.7, NVIDIA DGX A100"
@@ -58,13 +60,16 @@ PUBLISHED: dict[str, tuple[Published, ...]] = {
     "llama-3-70b": (
         Published({"dp": 64, "tp": 8}, f"{_TITAN}: Llama 3.1 70B, FSDP 32 tp 8 on 256 H100"),
         Published({"dp": 256, "cp": 2}, "NVIDIA NeMo AutoModel: Llama3 70B on 64 H100, FSDP 32 cp 2"),
-        Published({"dp": 64, "cp": 2, "tp": 4}, f"{_DGX_CLOUD}: Llama 3.1 70B on 512 H100, tp 4 pp 4 cp 2", "pp 4"),
+        Published({"pp": 4, "cp": 2, "tp": 4}, f"{_DGX_CLOUD}: Llama 3.1 70B on 512 H100, tp 4 pp 4 cp 2"),
     ),
     "llama-3-405b": (
-        Published({"dp": 2048, "tp": 8}, "The Llama 3 Herd of Models, table 4: tp 8 pp 16 dp 128 on 16,384 H100", "pp 16"),
-        Published({"dp": 1024, "cp": 2, "tp": 8}, f"{_DGX_CLOUD}: Llama 3.1 405B on 512 H100, tp 8 pp 8 cp 2", "pp 8"),
+        Published({"pp": 16, "cp": 1, "tp": 8}, f"{_HERD}: tp 8 pp 16 dp 128 on 16,384 H100"),
+        Published({"pp": 8, "cp": 2, "tp": 8}, f"{_DGX_CLOUD}: Llama 3.1 405B on 512 H100, tp 8 pp 8 cp 2"),
     ),
-    "mixtral-8x22b": (Published({"dp": 128, "tp": 2}, f"{_MODEL_ZOO}: Mixtral-8x22B, tp 2 pp 8 ep 8", "pp 8, ep 8"),),
+    "405b on 512": (Published({"pp": 8, "cp": 2, "tp": 8}, f"{_DGX_CLOUD}: Llama 3.1 405B on 512 H100, tp 8 pp 8 cp 2"),),
+    "70b on 512": (Published({"pp": 4, "cp": 2, "tp": 4}, f"{_DGX_CLOUD}: Llama 3.1 70B on 512 H100, tp 4 pp 4 cp 2"),),
+    "70b on 64": (Published({"pp": 4, "cp": 2, "tp": 4}, f"{_DGX_CLOUD}: Llama 3.1 70B on 64 H100, tp 4 pp 4 cp 2"),),
+    "mixtral-8x22b": (Published({"pp": 8, "cp": 1, "tp": 2}, f"{_MODEL_ZOO}: Mixtral-8x22B, tp 2 pp 8 ep 8", "ep 8"),),
     "gpt2-xl": (Published({"dp": 16}, "Narayanan et al. 2021, table 1: GPT 1.7B on 32 A100, data parallel"),),
     "bert-large": (Published({"dp": 16}, f"{_MLPERF}: BERT-large, data parallel"),),
     "vit-h": (Published({"dp": 16}, "facebookresearch/mae: ViT-Huge, distributed data parallel"),),
@@ -81,6 +86,9 @@ PUBLISHED: dict[str, tuple[Published, ...]] = {
 }
 CHOSEN = (
     *(row for row in ROWS if row.name in PUBLISHED),
+    Row("70b on 64", "8x8xH100", "llama-3-70b", 128, 8192),
+    Row("70b on 512", "64x8xH100", "llama-3-70b", 1024, 8192),
+    Row("405b on 512", "64x8xH100", "llama-3-405b", 256, 8192),
     Row("few tokens", "8x8xH100", "llama-3-8b", 8, 4096),
     Row("long sequence", "8x8xH100", "llama-3-8b", 4, 131072),
 )
@@ -95,7 +103,7 @@ def measure(row: Row) -> Iterator[dict[str, Any]]:
     model, inputs = _model_and_inputs(row)
     request, target = Request(precision="bf16-mixed"), target_of(row.cluster)
     captured, times = capture_call(model, ((), inputs), request, True)
-    auto = plan_capture(captured, target, request, row.model, times)
+    auto = plan_capture(captured, target, request, row.model, times, stages_if_faster=True)
     yield _found("auto", auto, auto)
     for other in auto.alternatives:
         yield {
@@ -110,7 +118,10 @@ def measure(row: Row) -> Iterator[dict[str, Any]]:
     program = captured.plannable if auto.folded.get("captured") else captured.whole
     for published in PUBLISHED[row.name]:
         about = {"source": published.source, "left_out": published.left_out}
-        yield {**about, **_evaluated(published, program, target.topology, auto)}
+        if "pp" in published.degrees:
+            yield {**about, **_in_stages(published, captured, target, row, auto)}
+        else:
+            yield {**about, **_evaluated(published, program, target.topology, auto)}
 
 
 def _model_and_inputs(row: Row) -> tuple[Any, dict[str, Any]]:
@@ -156,6 +167,23 @@ def _evaluated(published: Published, program: Any, topology: Any, auto: Any) -> 
         return {**_found(published.label, plan, auto), "fits": False}
 
 
+def _in_stages(published: Published, captured: Any, target: Any, row: Row, auto: Any) -> dict[str, Any]:
+    """The best plan of a configuration with pipeline stages; where it does not fit, its time with memory enough."""
+    from meshwright.planner.ir.errors import InfeasibleError, InputError
+    from meshwright.planning import Request, plan_capture
+
+    failed = {"configuration": published.label, "step_time_s": None, "peak_memory_bytes": None, "fits": False}
+    for limit in (None, _UNLIMITED):
+        request = Request(precision="bf16-mixed", degrees=published.degrees, alternatives=False, memory_limit=limit)
+        try:
+            plan = plan_capture(captured, target, request, row.model, {})
+        except (InfeasibleError, InputError) as error:
+            failed["reason"] = str(error).splitlines()[0]
+            continue
+        return {**_found(published.label, plan, auto), "fits": limit is None}
+    return failed
+
+
 def _found(label: str, plan: Any, auto: Any) -> dict[str, Any]:
     predicted = plan.predicted
     return {
@@ -165,8 +193,15 @@ def _found(label: str, plan: Any, auto: Any) -> dict[str, Any]:
         "fits": True,
         "mesh": list(plan.mesh.sizes),
         "gap": plan.gap,
+        "recompute": str(plan.recompute),
+        "pipeline": "" if plan.pipeline is None else _told(plan.pipeline),
+        "cpu_s": round(time.process_time(), 1),
         "auto_over_this": auto.predicted.step_time_s / predicted.step_time_s,
     }
+
+
+def _told(pipeline: Any) -> str:
+    return f"pp {pipeline.degree}, {pipeline.schedule} x {pipeline.stages_per_rank}, {pipeline.micro_batches} micro-batches"
 
 
 def in_own_process(row: Row, timeout_s: float) -> list[dict[str, Any]]:
@@ -194,7 +229,9 @@ def line(found: dict[str, Any]) -> str:
         return f"  {found['configuration']:22} {'-':>10}    {found.get('reason', '')[:90]}"
     mesh = "x".join(map(str, found.get("mesh", ())))
     note = "" if found["fits"] else "does not fit; "
-    note += found.get("source", "") + (f" (left out: {found['left_out']})" if found.get("left_out") else "")
+    note += "; ".join(t for t in (found.get("pipeline", ""), found.get("source", "")) if t) + (
+        f" (left out: {found['left_out']})" if found.get("left_out") else ""
+    )
     gap = f"{found['gap']:6.2%}" if "gap" in found else " " * 6
     return (
         f"  {found['configuration']:22} {found['step_time_s'] * 1e3:10.2f} ms {found['peak_memory_bytes'] / 1e9:8.2f} GB "

@@ -10,7 +10,7 @@ from meshwright.planner.ir.pipeline import check_schedule
 from meshwright.planner.micro import batch_length, time_specs
 from meshwright.planner.pipelined import PipelineRequest
 
-STAGES_PER_RANK = (1, 2, 3, 4)
+STAGES_PER_RANK = (1, 2, 3, 4, 5, 8)
 """How many stages a rank may have where the user does not say."""
 
 MICRO_BATCHES_PER_RANK = (1, 2, 4, 8)
