@@ -30,7 +30,7 @@ def t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        d_model=64, d_kv=16, d_ff=128, num_layers=4, num_heads=4, vocab_size=128, decoder_start_token_id=0, use_cache=False
+        d_model=64, d_kv=16, d_ff=128, num_layers=6, num_heads=4, vocab_size=128, decoder_start_token_id=0, use_cache=False
     )
     return T5ForConditionalGeneration(config)
 
