@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_
 
 from meshwright.planner.faking import fake_as
 from meshwright.planner.provenance import is_users
+from meshwright.planner.remember import Remembering
 
 aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
@@ -136,6 +137,7 @@ class Recorder(TorchDispatchMode):
         self.differentiates: int | None = None
         self.unusual = ""
         self._mode, self._decompositions, self._root = mode, decompositions, root
+        self._run = Remembering(mode, views=False)
         self._nodes: dict[int, fx.Node] = {}
         self._memory: dict[int, int] = {}
         self._tensors: list[torch.Tensor] = []  # so that no other tensor gets the id of one that is known
@@ -261,7 +263,7 @@ class Recorder(TorchDispatchMode):
             return self._view_of_written(func, args, kwargs, said_args, said_kwargs)
         new_args = tuple(map(self._argument, said_args))
         new_kwargs = {k: self._argument(v) for k, v in said_kwargs.items()}
-        out = func(*args, **kwargs)
+        out = self._run(func, args, kwargs)
         several = isinstance(out, list | tuple)
         if not isinstance(out, torch.Tensor) and not (several and any(isinstance(x, torch.Tensor) for x in out)):
             return out

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.planner.alike import Stack
 from meshwright.planner.correspond import Unlike, child_of
-from meshwright.planner.faking import cast_parameters, fake_as, fake_like, faked
+from meshwright.planner.faking import cast_parameters, fake_like, faked
+from meshwright.planner.remember import Remembering
 
 # Where an op ran: ("", 0) outside of the stacks, else (path of the stack, number of the child).
 Place = tuple[str, int]
@@ -30,62 +31,6 @@ Story = Mapping[Place, list[Record]]
 
 _DEVICE_OF = torch.ops.prim.device.default
 _OUTSIDE: Place = ("", 0)
-
-
-_KEPT_OUT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
-
-
-class _Remembering:
-    """Runs ops on fake tensors; one that was run before, on the same kinds of tensors, gives the same kind of result at once.
-
-    The cache of a fake mode does so, too; this one knows less (new memory for every result, CPU, no gradients) and takes a
-    quarter of its time.
-    """
-
-    def __init__(self, mode: FakeTensorMode):
-        self._mode = mode
-        self._results: dict[Any, Any] = {}
-
-    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
-        key = self._key(func, args, kwargs)
-        if key is not None and key in self._results:
-            known = self._results[key]
-            return [fake_as(x, self._mode) for x in known] if isinstance(known, list | tuple) else fake_as(known, self._mode)
-        result = func(*args, **kwargs)
-        if key is not None and self._is_new(result, args):
-            self._results[key] = result
-        return result
-
-    def _key(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What decides the kind of the result; None where more does."""
-        if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or func._schema.is_mutable:
-            return None
-        if any(tag in func.tags for tag in _KEPT_OUT):
-            return None
-        try:
-            key = (func, self._kind(args), tuple((k, self._kind(v)) for k, v in kwargs.items()))
-            hash(key)
-        except TypeError:
-            return None
-        return key
-
-    def _kind(self, x: Any) -> Any:
-        if isinstance(x, FakeTensor):
-            if x.constant is not None:
-                raise TypeError("its value matters")
-            return (x.shape, x.stride(), x.dtype)
-        if isinstance(x, torch.Tensor):
-            raise TypeError("a tensor from outside")
-        return tuple(map(self._kind, x)) if isinstance(x, list | tuple) else (type(x), x)
-
-    def _is_new(self, result: Any, args: Any) -> bool:
-        """Whether a result is one fake tensor or several, none of them an argument."""
-        several = result if isinstance(result, list | tuple) else (result,)
-        mine = [x for x in several if isinstance(x, FakeTensor) and x.constant is None and x.fake_device == _CPU]
-        return len(mine) == len(several) and not any(x is a for x in mine for a in args)
-
-
-_CPU = torch.device("cpu")
 
 
 class _Recorder(TorchDispatchMode):
@@ -99,7 +44,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, mode: FakeTensorMode, known: Mapping[int, Record], counts: Mapping[str, tuple[int, int]]):
         super().__init__()
-        self._run = _Remembering(mode)
+        self._run = Remembering(mode)
         self.story: dict[Place, list[Record]] = {}
         self.place = _OUTSIDE
         self._known = dict(known)

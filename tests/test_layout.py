@@ -16,6 +16,7 @@ PRIVATE_TORCH = {
     "planner/faking.py",
     "planner/joint.py",
     "planner/record.py",
+    "planner/remember.py",
     "planner/trace.py",
     "planner/walk.py",
     "runtime/compile.py",
