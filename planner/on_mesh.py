@@ -107,7 +107,15 @@ class Program:
         clusters = _clusters(capture, options, clock)
         floors, limit = Floors(clusters, hardware.device), options.memory_limit(hardware)
         return cls(
-            capture, clusters, floors, options, clock, limit, pins, recompute or Recompute(), {} if prices is None else prices
+            capture,
+            clusters,
+            floors,
+            options,
+            clock,
+            limit,
+            pins,
+            recompute or Recompute(),
+            prices={} if prices is None else prices,
         )
 
     def floor_bytes(self, num_devices: int) -> float:
