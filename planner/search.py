@@ -147,7 +147,7 @@ class _Levels:
             except Unlike as e:
                 return _unlike(recompute, e)
         same = self.by_graph.setdefault(capture.graph.hash, recompute)
-        if same != recompute:  # nothing of this level is worth computing again
+        if same != recompute and isinstance(self.searches[same], _Search):  # nothing of this level is worth computing again
             return self.searches[same]
         options = replace(self.options, effort=_MIXED) if recompute.is_mixed else self.options
         try:
