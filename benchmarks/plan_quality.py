@@ -1,6 +1,6 @@
 """How good plans are: the searched plan beside every named strategy and the configurations that experts published.
 
-    python benchmarks/plan_quality.py [--only llama-3-8b] [--json] [--timeout 600]
+    python benchmarks/plan_quality.py [--only llama-3-8b] [--without-named] [--json] [--timeout 600]
 
 Everything in a table is priced by the same cost model, for the same model, batch and cluster. A published configuration is its
 degrees, scaled to the row's number of devices by data parallelism: on ``dp`` the batch is sharded, parameters are used whole and
@@ -95,13 +95,13 @@ CHOSEN = (
 _UNLIMITED = 1 << 60
 
 
-def measure(row: Row) -> Iterator[dict[str, Any]]:
+def measure(row: Row, *, named: bool = True) -> Iterator[dict[str, Any]]:
     """The row's table: auto, named strategies, published configurations; captured once."""
     from meshwright.planning import Request, capture_call, plan_capture
     from meshwright.target import target_of
 
     model, inputs = _model_and_inputs(row)
-    request, target = Request(precision="bf16-mixed"), target_of(row.cluster)
+    request, target = Request(precision="bf16-mixed", alternatives=named), target_of(row.cluster)
     captured, times = capture_call(model, ((), inputs), request, True)
     auto = plan_capture(captured, target, request, row.model, times, stages_if_faster=True)
     yield _found("auto", auto, auto)
@@ -204,10 +204,10 @@ def _told(pipeline: Any) -> str:
     return f"pp {pipeline.degree}, {pipeline.schedule} x {pipeline.stages_per_rank}, {pipeline.micro_batches} micro-batches"
 
 
-def in_own_process(row: Row, timeout_s: float) -> list[dict[str, Any]]:
+def in_own_process(row: Row, timeout_s: float, *, named: bool = True) -> list[dict[str, Any]]:
     """The row's table, made in a process of its own."""
     about = {"benchmark": "plan_quality", "name": row.name, "cluster": row.cluster}
-    command = [sys.executable, os.path.abspath(__file__), "--child", row.name]
+    command = [sys.executable, os.path.abspath(__file__), "--child", row.name, *([] if named else ["--without-named"])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired as stopped:
@@ -249,16 +249,17 @@ def main() -> None:
     parser.add_argument("--only", help="part of a row's name")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one model")
+    parser.add_argument("--without-named", action="store_true", help="published configurations alone")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        for found in measure(next(r for r in CHOSEN if r.name == args.child)):
+        for found in measure(next(r for r in CHOSEN if r.name == args.child), named=not args.without_named):
             print(json.dumps(found), flush=True)
         return
     for row in CHOSEN:
         if args.only is not None and args.only not in row.name:
             continue
-        table = in_own_process(row, args.timeout)
+        table = in_own_process(row, args.timeout, named=not args.without_named)
         if args.json:
             print("\n".join(map(json.dumps, table)), flush=True)
             continue

@@ -1,14 +1,16 @@
 """Search over pipelines: how many stages, on which logical mesh each, in how many micro-batches, by which schedule.
 
 Every combination of pipeline degree, number of micro-batches and mesh inside a stage is a problem of its own: the whole program on
-the devices of one stage, at the kernel sizes of a micro-batch, without a memory limit (such problems are solved by one relaxation).
-Its time divided by the degree, and the share that the pipeline idles, make an estimate. Estimates get better from the least compute
-to the repeated block alone to the whole solution; the lowest is always worked on next, until a finished plan is lower than all others.
+the devices of one stage, at the kernel sizes of a micro-batch, with the memory of one rank (:mod:`~meshwright.planner.solve.in_stages`). Where
+strategy and mesh are free, the axes of a mesh have roles, ``dp`` x ``cp`` x ``tp``: computation follows the batch over the first and the
+sequence over the second, which leaves few candidates, and anything goes over the third. The time divided by the degree, and the share
+that the pipeline idles, make an estimate. Estimates get better from the least compute to the kernels of a micro-batch to the whole
+solution; the lowest is always worked on next, until a finished plan is lower than all others.
 
 Only a finished plan knows its memory: the stages are cut, every schedule is simulated, and micro-batches in flight are counted on every
-rank. What does not fit is tried again with dearer memory (a price per byte at rest) and with more recomputation; between a level
-that fits and one that does not, the integer program of :mod:`~meshwright.planner.solve.stages` says how many blocks must take
-which.
+rank. All that is found along the folded program and spread over the whole one (:mod:`~meshwright.planner.places`); only the plan that is
+taken is spelled out. What does not fit is solved again with less room, and with more recomputation; between a level that fits and
+one that does not, the integer program of :mod:`~meshwright.planner.solve.stages` says how many blocks must take which.
 """
 
 from __future__ import annotations
