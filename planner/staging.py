@@ -20,6 +20,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from meshwright.planner.correspond import Unlike
@@ -199,10 +200,11 @@ class StageSearch:
             program = self._program(Recompute(level))
             graph, times = program.capture.graph, program.clusters.times
             saved = sum(v.size_bytes * times(v.name) for v in graph.saved) / devices
-            if saved / count * min(1.0, count / degree) <= self._limit_bytes():
+            if saved / count * min(1.0, count / degree) <= self._limit_bytes:
                 return Recompute(level)
         return Recompute(LEVELS[-1])
 
+    @cached_property
     def _limit_bytes(self) -> int:
         meshes, _ = self.devices.inside(self.degrees[0])
         return self.options.memory_limit(meshes[0].hardware)
