@@ -60,12 +60,12 @@ FINISHED, SOLVED, LOOKED_AT = 8, 48, 400
 """Plans that are cut and simulated at most; problems that are solved, and that are bounded by their kernels, at most once one is. Counts, not
 times."""
 
-BESIDE, BESIDE_LOOKED, BESIDE_CANDIDATES = 8, 64, 12_000
+BESIDE, BESIDE_LOOKED, BESIDE_CANDIDATES = 3, 24, 12_000
 """Problems that are solved and bounded at most, and candidates of all those that are solved, where a plan without stages is known already:
 it is planning time that a user who asks for no stages does not expect."""
 
 _UNLIMITED = 1 << 60
-_ROUGH = Effort(gap=2e-2, nodes=8, rounds=6, time_limit_s=5.0, columns=150_000)
+_ROUGH = Effort(gap=2e-2, nodes=8, rounds=6, time_limit_s=5.0, columns=150_000, prices=4)
 """What the plan inside a stage is worth: what the cuts and the schedule cost beside it is simulated anyway."""
 
 _SMALL_KERNELS = 1.1

@@ -33,6 +33,8 @@ _PART = 0.95
 _SMALL = 6_000
 # The search ends where the bound rose by less than this part of the gap during this many nodes and this part of the columns allowed.
 _RISE, _PATIENCE, _STALLED = 0.1, 8, 0.1
+# A scan ends where the bound rose by less than this part of the gap in so many rounds.
+_WORTH_A_ROUND, _FEW_ROUNDS = 0.3, 3
 # Relaxations after which the root looks for a plan, where none is known: with one, candidates can be dropped.
 _LEARNED = 2
 # A new program is filled when at most this part of the candidates is left.
@@ -214,6 +216,7 @@ class Search:
         program, solver = self._relaxation(node.restriction)
         scan = node.scan or Scan(np.array([bool(h.any()) for h in program.hidden]), self.ahead.prices.weights)
         weights = scan.propose()[1] if scan.cuts else scan.weights
+        risen = [-np.inf] * _FEW_ROUNDS
         for done in range(rounds):
             if done == _LEARNED and node is self.root and not np.isfinite(self._target()):
                 self._integers_on_support()
@@ -235,6 +238,9 @@ class Search:
                 program, solver = self._relaxation(node.restriction)
             reach, weights = scan.propose()
             if not scan.hides.any() or reach - scan.bound <= self.effort.gap / 3 * abs(reach):
+                break
+            risen = [*risen[1:], scan.bound]
+            if risen[-1] - risen[0] < _WORTH_A_ROUND * self.effort.gap * abs(scan.bound):
                 break
         node.scan, node.split = scan, self._split(node, scan)
         if node.split is None:
