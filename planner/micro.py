@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from meshwright.planner import rules
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.graph import Op, OpGraph, Value
+from meshwright.planner.ir.known import Known
 from meshwright.planner.ir.plan import OpSpec
 from meshwright.planner.ir.redistribute import step_kind
 from meshwright.planner.ir.spec import Placement, R, Row, S, divides
@@ -43,6 +44,13 @@ class TimeSpecs:
     ops: Mapping[str, OpSpec]
 
 
+def _none(_: OpGraph) -> dict[int, TimeSpecs]:
+    return {}
+
+
+_FOUND: Known[OpGraph, dict[int, TimeSpecs]] = Known(_none)
+
+
 def time_specs(graph: OpGraph, count: int) -> TimeSpecs:
     """Cut the batch into ``count`` micro-batches.
 
@@ -55,6 +63,13 @@ def time_specs(graph: OpGraph, count: int) -> TimeSpecs:
     """
     if count == 1:
         return TimeSpecs({}, {})
+    known = _FOUND(graph)
+    if count not in known:
+        known[count] = _cut(graph, count)
+    return known[count]
+
+
+def _cut(graph: OpGraph, count: int) -> TimeSpecs:
     batch = batch_length(graph)
     if batch % count:
         raise InputError(

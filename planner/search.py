@@ -39,7 +39,7 @@ __all__ = ["STRATEGIES", "Options", "make_plan", "search_plan", "strategy_named"
 # What the strategies beside the plan are worth: they are for comparison, and stop at a wider gap.
 _COMPARED = Effort(gap=3e-2, nodes=20, prices=4, foreseen=1.0)
 # Mixtures are tried near the memory limit, where proofs are dear, and several of them: a plan is enough, nothing is split.
-_MIXED = Effort(nodes=20, rounds=3, columns=0)
+_MIXED = Effort(gap=3e-2, nodes=20, rounds=3, columns=0)
 
 # Meshes are excluded from exactly the gap on.
 _ROUNDED = 1 + 1e-6

@@ -60,7 +60,7 @@ FINISHED, SOLVED, LOOKED_AT = 8, 48, 400
 """Plans that are cut and simulated at most; problems that are solved, and that are bounded by their kernels, at most once one is. Counts, not
 times."""
 
-BESIDE, BESIDE_LOOKED, BESIDE_CANDIDATES = 3, 24, 12_000
+BESIDE, BESIDE_LOOKED, BESIDE_CANDIDATES = 8, 24, 12_000
 """Problems that are solved and bounded at most, and candidates of all those that are solved, where a plan without stages is known already:
 it is planning time that a user who asks for no stages does not expect."""
 

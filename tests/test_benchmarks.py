@@ -24,7 +24,8 @@ def test_every_row_has_published_configurations_of_as_many_devices():
     for name, row in ROWS.items():
         devices = Cluster.parse(row.cluster).mesh.num_devices
         for published in plan_quality.PUBLISHED[name]:
-            assert math.prod(published.degrees.values()) == devices and published.source
+            named = math.prod(published.degrees.values())  # with stages, data parallelism takes what is left
+            assert published.source and (devices % named == 0 if "pp" in published.degrees else named == devices)
 
 
 def test_the_worst_ratio_counts_only_what_fits():

@@ -23,7 +23,7 @@ class Effort:
     nodes: int = 200
     time_limit_s: float = 30.0
     rounds: int = 12
-    columns: int = 150_000
+    columns: int = 100_000
     prices: int = 12
     foreseen: float = 0.1
 
