@@ -30,7 +30,7 @@ from meshwright.planner.on_mesh import Found, OnMesh, Program, rows_of
 from meshwright.planner.options import Clock, Options
 from meshwright.planner.race import Race
 from meshwright.planner.solve.bundle import Prices
-from meshwright.planner.solve.optimise import Effort
+from meshwright.planner.solve.optimise import Effort, NoPlanFoundError
 from meshwright.planner.solve.strategies import STRATEGIES, axis_name_rules, strategy_named
 from meshwright.planner.spell import checked_plan
 
@@ -39,7 +39,7 @@ __all__ = ["STRATEGIES", "Options", "make_plan", "search_plan", "strategy_named"
 # What the strategies beside the plan are worth: they are for comparison, and stop at a wider gap.
 _COMPARED = Effort(gap=3e-2, nodes=20, prices=4, foreseen=1.0)
 # Mixtures are tried near the memory limit, where proofs are dear, and several of them: a plan is enough, nothing is split.
-_MIXED = Effort(gap=3e-2, nodes=20, rounds=3, columns=0)
+_MIXED = Effort(gap=3e-2, nodes=20, time_limit_s=10.0, rounds=3, columns=0)
 
 # Meshes are excluded from exactly the gap on.
 _ROUNDED = 1 + 1e-6
@@ -124,7 +124,14 @@ class _Levels:
         search = self._search(recompute)
         if isinstance(search, Tried):
             return search
-        tried = search.attempt(math.inf if self.best is None or recompute.is_mixed else self.best.step_time_s)
+        try:
+            tried = search.attempt(math.inf if self.best is None or recompute.is_mixed else self.best.step_time_s)
+        except NoPlanFoundError:
+            if not recompute.is_mixed:
+                raise
+            return Tried(
+                recompute, None, math.inf, math.inf, math.inf, False
+            )  # a mixture is one more chance, and not looked for long
         self.by_program[search.program.capture.graph.hash] = tried
         if self.best is None or tried.step_time_s < self.best.step_time_s:
             self.best = tried
@@ -175,7 +182,7 @@ def _unlike(recompute: Recompute, error: Unlike) -> Tried[_Search]:
 def _recompute_note(others: Sequence[Tried[_Search]]) -> tuple[str, ...]:
     """What other choices of recomputation would give."""
     told = [
-        f"{t.recompute}: " + (f"{t.step_time_s:.4g} s per step" if math.isfinite(t.step_time_s) else "no better plan fits")
+        f"{t.recompute}: " + (f"{t.step_time_s:.4g} s per step" if math.isfinite(t.step_time_s) else "no better plan was found")
         for t in others
     ]
     return (f"recomputation that was tried too: {'; '.join(told)}",) if told else ()

@@ -37,7 +37,7 @@ from meshwright.planner.options import Clock, Options
 from meshwright.planner.pipelined import Lying, PipelineRequest, Uncut, too_large
 from meshwright.planner.places import places_in_whole
 from meshwright.planner.solve.in_stages import as_one_rank
-from meshwright.planner.solve.optimise import Effort
+from meshwright.planner.solve.optimise import Effort, NoPlanFoundError
 from meshwright.planner.solve.problem import Problem
 from meshwright.planner.solve.segments import hidden_values
 from meshwright.planner.solve.strategies import followed, strategy_named
@@ -324,9 +324,7 @@ class StageSearch:
 
         try:
             return item.on.solve_changed(self.name, change, effort, objective)
-        except RuntimeError as e:
-            if "no plan was found" not in str(e):
-                raise
+        except NoPlanFoundError:
             return None  # memory is so short that the little effort of this search finds nothing: more recomputation comes next
 
     # --- stages ---

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+class NoPlanFoundError(RuntimeError):
+    """A limit of the effort was reached without any plan, and none was excluded."""
+
+
 @dataclass(frozen=True)
 class Effort:
     """How hard to try.

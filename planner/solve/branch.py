@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwright.planner.solve.answers import Effort, Excluded, Solution, Unlimited
+from meshwright.planner.solve.answers import Effort, Excluded, NoPlanFoundError, Solution, Unlimited
 from meshwright.planner.solve.backend import Answer, LinearProgram, Solver
 from meshwright.planner.solve.foresight import Foresight
 from meshwright.planner.solve.marginals import proved_costs
@@ -143,7 +143,7 @@ class Search:
         """The best plan; what all cost where none is below ``beat_s``; None where nothing fits.
 
         Raises:
-            RuntimeError: a limit was reached without any plan found.
+            NoPlanFoundError: a limit was reached without any plan found.
         """
         is_open = self._start()
         if self._is_foreseen():
@@ -335,11 +335,11 @@ class Search:
         """All as one integer program, where no plan was met that fits.
 
         Raises:
-            RuntimeError: its limit was reached without any plan found.
+            NoPlanFoundError: its limit was reached without any plan found.
         """
         answer = self._integers(self.root.restriction)
         if self.chosen is None and answer.status != "infeasible":
-            raise RuntimeError(f"no plan was found within {self.effort.nodes} nodes, and none was excluded: raise the effort")
+            raise NoPlanFoundError(f"no plan was found within {self.effort.nodes} nodes, and none was excluded: raise the effort")
         if self.chosen is None:
             return None
         self.method = "mip" if answer.status == "optimal" else "mip, limit"

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from meshwright.planner.solve.answers import Effort, Excluded, Solution, Unlimited
+from meshwright.planner.solve.answers import Effort, Excluded, NoPlanFoundError, Solution, Unlimited
 from meshwright.planner.solve.backend import Solver
 from meshwright.planner.solve.branch import Search
 from meshwright.planner.solve.bundle import Prices
@@ -18,7 +18,17 @@ from meshwright.planner.solve.foresight import Foresight, foresee, nothing_left
 from meshwright.planner.solve.problem import Problem, Restriction
 from meshwright.planner.solve.program import NetworkCache, assemble
 
-__all__ = ["Effort", "Excluded", "Solution", "Unlimited", "look_ahead", "optimise", "optimise_below", "settle_avoided"]
+__all__ = [
+    "Effort",
+    "Excluded",
+    "NoPlanFoundError",
+    "Solution",
+    "Unlimited",
+    "look_ahead",
+    "optimise",
+    "optimise_below",
+    "settle_avoided",
+]
 
 # How far above the bound that is foreseen the best plan is expected, at first and when that was wrong; then anywhere.
 _LIKELY = (1.03, 1.1, 1.3, np.inf)
@@ -37,7 +47,7 @@ def optimise(
         objective: ``"time"``; ``"memory"`` for the smallest memory (without limit); ``"avoid"`` for the fewest avoided candidates.
 
     Raises:
-        RuntimeError: a limit was reached without any plan found.
+        NoPlanFoundError: a limit was reached without any plan found.
     """
     if _is_empty(restriction):
         return None
@@ -118,7 +128,7 @@ def _by_integers(
     if answer.status == "infeasible":
         return None
     if answer.x is None:
-        raise RuntimeError(f"no plan was found within {effort.nodes} nodes, and none was excluded: raise the effort")
+        raise NoPlanFoundError(f"no plan was found within {effort.nodes} nodes, and none was excluded: raise the effort")
     method = "mip" if answer.status == "optimal" else "mip, limit"
     return Solution(program.candidates_of(answer.x), answer.objective, min(answer.bound, answer.objective), method, *sizes)
 
