@@ -64,24 +64,24 @@ class Program:
         capture: the program.
         clusters: fused and folded.
         floors: least compute by mesh sizes.
+        kernels: likewise of kernels of the size of a micro-batch.
         options: what to search for.
         clock: seconds per phase.
         limit_bytes: memory limit per device.
         pins: what the user fixes, in the names of the program.
         recompute: what its backward computes again.
-        known: what was found out on the way and does not depend on the mesh or the options.
         prices: of overlap and memory that were best on the mesh looked at last, by strategy: good ones to try on the next.
     """
 
     capture: Capture
     clusters: ClusterGraph
     floors: Floors
+    kernels: KernelFloors
     options: Options
     clock: Clock
     limit_bytes: int
     pins: Mapping[str, Any]
     recompute: Recompute
-    known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     prices: dict[str, Prices] = field(default_factory=dict)
 
     @classmethod
@@ -106,17 +106,8 @@ class Program:
         clock = clock or Clock(options.progress)
         clusters = _clusters(capture, options, clock)
         floors, limit = Floors(clusters, hardware.device), options.memory_limit(hardware)
-        return cls(
-            capture,
-            clusters,
-            floors,
-            options,
-            clock,
-            limit,
-            pins,
-            recompute or Recompute(),
-            prices={} if prices is None else prices,
-        )
+        recompute, prices = recompute or Recompute(), {} if prices is None else prices
+        return cls(capture, clusters, floors, KernelFloors(clusters), options, clock, limit, pins, recompute, prices)
 
     def floor_bytes(self, num_devices: int) -> float:
         """Lower bound of any plan's memory: parameters and saved activations sharded over all devices."""
@@ -299,10 +290,7 @@ class OnMesh:
         for axis, (follow, size) in enumerate(zip(follows, self.mesh.sizes, strict=True)):
             along = followed(self.program.capture.graph, follow)
             if along is not None and size > 1:
-                key = "following", along[0], size
-                if key not in self.program.known:
-                    self.program.known[key] = rows_following_batch(clusters, along[1], size, along[0])
-                rows = self.program.known[key]
+                rows = rows_following_batch(clusters, along[1], size, along[0])
                 kept[axis] = [
                     None if c.source is not None else frozenset((edges(row),))
                     for c, row in zip(clusters.clusters, rows, strict=True)
@@ -444,8 +432,7 @@ class OnMesh:
         """A lower bound of any plan's time here, from kernels of the size of a micro-batch: between :attr:`floor_s` and a solution."""
         with self.program.clock.phase("bound"):
             follows = self._follows("auto")
-            floors = self.program.known.setdefault("kernels", KernelFloors(self.program.clusters))
-            return float(floors.seconds(self.mesh.sizes, follows, self._following(follows), self.costs))
+            return float(self.program.kernels.seconds(self.mesh.sizes, follows, self._following(follows), self.costs))
 
     def _found(self, name: str, tables: Tables, problem: Problem, whole: Restriction, solution: Solution) -> Found:
         """A solution with what it costs and what is to be said of it."""

@@ -85,7 +85,9 @@ class Messages:
         self._static = [
             sum(c.memory_bytes.values(), np.zeros(c.num_candidates))[k] for c, k in zip(problem.choices, self._kept, strict=True)
         ]
-        self._terms = [{g: bytes_[self._kept[g]] for g, bytes_ in _added(term)} for p in problem.peaks for term in p.terms]
+        self._terms = [
+            {g: bytes_[self._kept[g]] for g, bytes_ in _added(term).items()} for p in problem.peaks for term in p.terms
+        ]
         self._over_bytes = sum(problem.fixed_bytes.values()) - float(problem.memory_limit_bytes or 0)
         self.price(Prices.none(problem))
 
@@ -147,10 +149,7 @@ class Messages:
                 for g, bytes_ in self._terms[j].items():
                     self._alone[g] += prices.term_s[j] * bytes_
         self._transposed = {(b, a): np.ascontiguousarray(pair.T) for (a, b), pair in self._pairs.items()}
-        self._total = [
-            alone + sum((self._sent[t, g] for t in self._neighbours[g]), np.zeros(len(alone)))
-            for g, alone in enumerate(self._alone)
-        ]
+        self._total = [alone.copy() for alone in self._alone]
 
     def sweep(self, times: int) -> None:
         """Pass messages over all pairs, forth and back by turns: each choice gives equal parts of what it has to those after it."""
@@ -245,12 +244,12 @@ class Messages:
         return Plane(fixed, compute, hidden, over, terms, chosen)
 
 
-def _added(term: Sequence[tuple[int, np.ndarray]]) -> list[tuple[int, np.ndarray]]:
+def _added(term: Sequence[tuple[int, np.ndarray]]) -> dict[int, np.ndarray]:
     """A term with one entry a choice."""
     found: dict[int, np.ndarray] = {}
     for g, bytes_ in term:
         found[g] = found[g] + bytes_ if g in found else bytes_
-    return list(found.items())
+    return found
 
 
 def _different(demands: Sequence[Demand]) -> list[Demand]:
