@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from meshwright.planner.ir.errors import VerifyError
 from meshwright.planner.solve.bundle import Prices
 from meshwright.planner.solve.foresight import foresee
 from meshwright.planner.solve.messages import Messages
@@ -14,6 +16,7 @@ from meshwright.planner.solve.optimise import optimise
 from meshwright.planner.solve.price import memory_of, objective_s, price
 from meshwright.planner.solve.problem import Problem, Restriction
 from meshwright.planner.solve.program import NetworkCache
+from meshwright.planner.solve.smallest import smallest_by_messages
 from tests.test_solve_program import EXACT, random_problem
 
 
@@ -97,3 +100,33 @@ def test_a_chain_without_overlap_and_limit_is_solved_by_messages_alone():
             assert (floors[~reachable] > messages.unreachable_s / 2).all(), seed
         exact += 1
     assert exact > 100
+
+
+def test_the_smallest_plan_by_messages_is_that_of_enumeration_where_they_prove_one():
+    met = 0
+    for seed in range(150):
+        problem = random_problem(seed)
+        problem = problem if seed % 2 else replace(problem, peaks=())  # the largest of several is harder than a sum
+        found = smallest_by_messages(problem, Restriction(), NetworkCache(), 1e-2)
+        if found is None:
+            continue
+        met += 1
+        held, least = sum(memory_of(problem, found.chosen).values()), least_memory(problem)
+        assert held <= least * 1.01 + 1, seed
+        assert found.bound_s <= least + 1 and found.objective_s == pytest.approx(held), seed
+        price(problem, Restriction(), found.chosen)  # all of it can be reached
+    assert met > 50
+
+
+def least_memory(problem: Problem) -> float:
+    """The least memory of all plans whose values can be brought to where they are wanted."""
+    best = np.inf
+    for chosen in itertools.product(*(range(c.num_candidates) for c in problem.choices)):
+        held = sum(memory_of(problem, chosen).values())
+        if held < best:
+            try:
+                price(problem, Restriction(), chosen)
+            except VerifyError:
+                continue
+            best = held
+    return best

@@ -17,6 +17,7 @@ from meshwright.planner.solve.bundle import Prices
 from meshwright.planner.solve.foresight import Foresight, foresee, nothing_left
 from meshwright.planner.solve.problem import Problem, Restriction
 from meshwright.planner.solve.program import NetworkCache, assemble
+from meshwright.planner.solve.smallest import smallest_by_messages
 
 __all__ = [
     "Effort",
@@ -52,11 +53,13 @@ def optimise(
     if _is_empty(restriction):
         return None
     effort = effort or Effort()
+    if objective == "memory" and (found := smallest_by_messages(problem, restriction, cache, effort.gap)) is not None:
+        return found
     if objective != "time":
         return _by_integers(problem, restriction, cache, effort, objective)
-    found = optimise_below(problem, restriction, cache, effort)
-    assert not isinstance(found, Excluded)
-    return found
+    best = optimise_below(problem, restriction, cache, effort)
+    assert not isinstance(best, Excluded)
+    return best
 
 
 def optimise_below(
