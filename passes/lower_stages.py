@@ -16,6 +16,7 @@ from meshwright.passes.base import dump, run_passes
 from meshwright.passes.bucket import BucketCollectives
 from meshwright.passes.cut_stages import COPIED, Stages, assign_stages
 from meshwright.passes.issue_first import IssueFirst
+from meshwright.passes.land_early import LandEarly
 from meshwright.passes.micro_batches import PrePass, pre_pass, time_nodes
 from meshwright.passes.overlap import OverlapCollectives
 from meshwright.passes.program import LocalProgram
@@ -237,7 +238,7 @@ class _Lowering:
         )
 
     def finish(self, given: Finish, label: str) -> Finish:
-        passes = (IssueFirst(), BucketCollectives(self.bucket_bytes))
+        passes = (IssueFirst(), BucketCollectives(self.bucket_bytes), LandEarly())
         program = run_passes(passes, given.program, f"{label}-{given.role}s")
         program.recompile()
         return replace(given, program=program)

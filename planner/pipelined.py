@@ -33,7 +33,7 @@ from meshwright.planner.solve.problem import SEGMENTS
 from meshwright.planner.solve.segments import hidden_values
 from meshwright.planner.solve.strategies import strategy_named
 from meshwright.planner.stage_cuts import Profile, choose_cuts, places_of, profile
-from meshwright.planner.stage_memory import Resting, gradient_bytes, rank_memory, resting_of
+from meshwright.planner.stage_memory import GradientBytes, Resting, gradient_bytes, rank_memory, resting_of
 from meshwright.planner.traffic import moved_bytes
 
 _EACH_FOR_ITSELF = ClusterGraph((), (), ())
@@ -149,10 +149,13 @@ class Uncut:
         """What is held for parameters."""
         key = "resting", self.whole_gradients
         if key not in self._shared:
-            gradients = gradient_bytes(replace(self.plan, pipeline=self._in_one_piece()), self.graph)
-            self._shared[key] = resting_of(self.plan, self.graph, gradients, self.places)
+            self._shared[key] = resting_of(self.plan, self.graph, self._gradients, self.places)
         found: Resting = self._shared[key]
         return found
+
+    @cached_property
+    def _gradients(self) -> Mapping[str, GradientBytes]:
+        return gradient_bytes(replace(self.plan, pipeline=self._in_one_piece()), self.graph)
 
     def _in_one_piece(self) -> Pipeline:
         times = self.lying.times
@@ -161,15 +164,17 @@ class Uncut:
     @property
     def beside(self) -> dict[str, np.ndarray]:
         """Bytes that running takes besides what is saved, by category, at the worst moment of each forward op and its backward."""
-        if "beside" not in self._shared:
-            self._shared["beside"] = self._find_beside()
-        found: dict[str, np.ndarray] = self._shared["beside"]
+        key = "beside", self.whole_gradients
+        if key not in self._shared:
+            self._shared[key] = self._find_beside()
+        found: dict[str, np.ndarray] = self._shared[key]
         return found
 
     def _find_beside(self) -> dict[str, np.ndarray]:
         over_time = self.costs.time.made if isinstance(self.costs, MicroCosts) else {}
         made = made_placements(self.plan, self.graph)
-        names, found = beside_saved(self.plan, self.graph, self.clusters, made, over_time, self.micro_batches)
+        later = {name for name, taken in self._gradients.items() if taken.travel}
+        names, found = beside_saved(self.plan, self.graph, self.clusters, made, over_time, self.micro_batches, later)
         place, total = places_of(self.graph), sum(found.values(), np.zeros(len(names)))
         worst: dict[int, int] = {}
         for point, name in enumerate(names):

@@ -13,7 +13,8 @@ from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.spec import local_numel
 from meshwright.planner.ir.verify import parameter_behind, value_named
 from meshwright.planner.places import Places, places_in_whole
-from meshwright.planner.solve.memory import optimizer_bytes
+from meshwright.planner.solve.alive import FLYING
+from meshwright.planner.solve.memory import BUCKET_BYTES, optimizer_bytes
 
 
 @dataclass(frozen=True)
@@ -23,18 +24,19 @@ class GradientBytes:
     Attributes:
         sums: over micro-batches, from the first backward to the end of the step.
         fresh: of one micro-batch, before it is added to the sums.
-        result: where it is not the sum itself but made from it at the end of the step.
+        travel: at most beside the sum while it is reduced between devices at the end of the step; 0 where that is done before.
     """
 
     sums: int = 0
     fresh: int = 0
-    result: int = 0
+    travel: int = 0
 
 
 def gradient_bytes(plan: Plan, graph: OpGraph) -> dict[str, GradientBytes]:
     """Value name of a parameter to what its gradients take, for a plan with a pipeline; whatever its cuts are.
 
-    Sums lie where the runtime takes them: whole where they are reduced whole once per step. They have at least 32 bits.
+    Sums lie where the runtime takes them: whole where they are reduced whole once per step. They have at least 32 bits. What is made of
+    them at the end of the step takes their place: a sum is freed once it is read.
     """
     assert plan.pipeline is not None
     if not plan.training:
@@ -53,8 +55,9 @@ def gradient_bytes(plan: Plan, graph: OpGraph) -> dict[str, GradientBytes]:
             continue
         name, numel, width = parameters[gradient].value.name, local_numel(value.shape, placements, sizes), value.dtype.itemsize
         before, sums = found.get(name, GradientBytes()), numel * max(width, 4)
-        result = max(before.result, rest[name] if sums != rest[name] else 0)
-        found[name] = GradientBytes(before.sums + sums, before.fresh + numel * width, result)
+        reduced = any(p.is_partial for p in placements)
+        travel = 0 if not reduced else sums if sums < BUCKET_BYTES else rest[name] * (sums != rest[name])
+        found[name] = GradientBytes(before.sums + sums, before.fresh + numel * width, before.travel + travel)
     return found
 
 
@@ -67,7 +70,7 @@ class Resting:
         at_rest: bytes of a device's piece.
         state: bytes of its optimizer state.
         kept: bytes of copies that live the whole step.
-        sums, fresh, result: bytes of its gradients, see :class:`GradientBytes`.
+        sums, fresh, travel: bytes of its gradients, see :class:`GradientBytes`.
         reader: index of a parameter and ``place`` of a forward op that reads it, int64 [readings].
     """
 
@@ -77,7 +80,7 @@ class Resting:
     kept: np.ndarray
     sums: np.ndarray
     fresh: np.ndarray
-    result: np.ndarray
+    travel: np.ndarray
     reader: np.ndarray
     place: np.ndarray
 
@@ -93,7 +96,7 @@ class Resting:
         first = np.full(len(self.names), num_places)
         np.minimum.at(first, self.reader, self.place)
         found, is_read = np.zeros(num_places), first < num_places
-        sizes = self.at_rest + self.state + self.kept + self.sums + np.maximum(self.fresh, self.result)
+        sizes = self.at_rest + self.state + self.kept + self.sums + np.maximum(self.fresh, self.travel)
         np.add.at(found, first[is_read], sizes[is_read])
         return found
 
@@ -129,11 +132,11 @@ def resting_of(plan: Plan, graph: OpGraph, gradients: Mapping[str, GradientBytes
         for column in _readings(spread, name, read.get(name, [])):
             readings += [(len(rows), int(at)) for at in column]
             names.append(i.name)
-            rows.append((*held, made.sums, made.fresh, made.result))
+            rows.append((*held, made.sums, made.fresh, made.travel))
     table = np.array(rows, dtype=np.int64).reshape(-1, 6)
     pairs = np.array(readings, dtype=np.int64).reshape(-1, 2)
-    at_rest, states, keeps, sums, fresh, result = table.T
-    return Resting(tuple(names), at_rest, states, keeps, sums, fresh, result, pairs[:, 0], pairs[:, 1])
+    at_rest, states, keeps, sums, fresh, travel = table.T
+    return Resting(tuple(names), at_rest, states, keeps, sums, fresh, travel, pairs[:, 0], pairs[:, 1])
 
 
 def _readings(spread: Places, name: str, indices: Sequence[int]) -> list[np.ndarray]:
@@ -159,11 +162,13 @@ def rank_memory(
     assert plan.pipeline is not None
     found = []
     for rank, mine in enumerate(held.on_ranks(plan, cuts)):
-        fresh, result = int(held.fresh[mine].sum()) // plan.pipeline.stages_per_rank, int(held.result[mine].sum())
+        fresh = int(held.fresh[mine].sum()) // plan.pipeline.stages_per_rank
+        largest = int(held.travel[mine].max(initial=BUCKET_BYTES))
+        travel = min(int(held.travel[mine].sum()), FLYING * largest)
         found.append(
             {
                 "parameters": int(held.at_rest[mine].sum()),
-                "gradients": int(held.sums[mine].sum()) + max(fresh, result),
+                "gradients": int(held.sums[mine].sum()) + max(fresh, travel),
                 "optimizer": int(held.state[mine].sum()),
                 "activations": int(in_flight_bytes[rank]),
                 **({"kept": int(held.kept[mine].sum())} if plan.kept else {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,16 +10,33 @@ from typing import Any
 import torch
 
 from meshwright.passes.lower_stages import StageProgram
+from meshwright.passes.stage_graphs import Finish
 from meshwright.passes.weights_apart import split_backward
+from meshwright.runtime.boxed import Boxed, boxed
 from meshwright.runtime.compile import compile_module, compile_program, compiled_later
 from meshwright.runtime.device import use_device_kernels
 from meshwright.runtime.direct_calls import call_directly
 from meshwright.runtime.fused_bias import fuse_biases
-from meshwright.runtime.inplace import reduce_in_place
+from meshwright.runtime.inplace import reduce_in, reduce_in_place
 
 _SHORT = (torch.bfloat16, torch.float16)
 
 Runner = Callable[..., Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class BoundFinish:
+    """What is done once per step, made callable.
+
+    Attributes:
+        finish: what.
+        run: its program; takes its arguments in a list and frees each once it is read.
+        given_away: names of the sums that nothing else reads: they are reduced where they are.
+    """
+
+    finish: Finish
+    run: Boxed
+    given_away: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -32,6 +50,7 @@ class BoundStage:
             ``later`` takes.
         later: the second half, or None.
         again: as ``program.local.again``.
+        finishes: as ``program.finishes``.
     """
 
     program: StageProgram
@@ -39,6 +58,7 @@ class BoundStage:
     backward: Runner | None
     later: Runner | None
     again: Runner | None
+    finishes: tuple[BoundFinish, ...]
 
 
 def bind_stage(program: StageProgram, fake_mode: Any, device: torch.device, *, splits: bool, compile: bool) -> BoundStage:
@@ -56,20 +76,32 @@ def bind_stage(program: StageProgram, fake_mode: Any, device: torch.device, *, s
         local = reduce_in_place(fuse_biases(local))
         call_directly(g for g in (local.again,) if g is not None)
     again = None if local.again is None else compiled_later(local.again, fake_mode) if compile else local.again.forward
+    finishes = _bind_finishes(program.finishes)
     if local.backward is None or not splits:
         if compile:
             forward, backward = compile_program(local, fake_mode)
-            return BoundStage(program, forward, backward, None, again)
+            return BoundStage(program, forward, backward, None, again, finishes)
         call_directly(local.graphs)
         backward = None if local.backward is None else local.backward.forward
-        return BoundStage(program, local.forward.forward, backward, None, again)
+        return BoundStage(program, local.forward.forward, backward, None, again, finishes)
     count = len(local.gradients)
     halves = split_backward(local.backward, range(count - len(program.upstream), count))
     graphs = (local.forward, halves.first, halves.later)
     if not compile:
         call_directly(graphs)
     made = [compile_module(g, fake_mode) if compile else g.forward for g in graphs]
-    return BoundStage(program, made[0], made[1], made[2], again)
+    return BoundStage(program, made[0], made[1], made[2], again, finishes)
+
+
+def _bind_finishes(finishes: Sequence[Finish]) -> tuple[BoundFinish, ...]:
+    reads = Counter(name for f in finishes for role, name in f.inputs if role == "sum")
+    bound = []
+    for f in finishes:
+        names = dict(zip((n for n in f.program.graph.nodes if n.op == "placeholder"), f.inputs, strict=True))
+        away = {node: name for node, (role, name) in names.items() if role == "sum" and reads[name] == 1}
+        reduce_in(f.program, away)
+        bound.append(BoundFinish(f, boxed(f.program), frozenset(away.values())))
+    return tuple(bound)
 
 
 class StageRun:
@@ -206,12 +238,16 @@ class StageRun:
     ) -> dict[str, torch.Tensor]:
         """The step's results by name: sums, or what follows from them; without gradients unless ``training``."""
         found = {name: t for name, t in self.sums.items() if not name.startswith("sum:")}
-        for finish in self.program.finishes:
-            if finish.role == "gradient" and not training:
+        for bound in self._bound[0].finishes:
+            if bound.finish.role == "gradient" and not training:
                 continue
-            sums = {name: t.to(self._dtypes.get(name, t.dtype)) for name, t in self.sums.items()}
-            given = {"sum": sums, "known": known, "input": inputs}
+            given = {"known": known, "input": inputs}
+            arguments = [self._sum(name, bound) if role == "sum" else given[role][name] for role, name in bound.finish.inputs]
             with torch.no_grad():
-                made = finish.program(*[given[role][name] for role, name in finish.inputs])
-            found.update(zip(finish.results, made, strict=True))
+                found.update(zip(bound.finish.results, bound.run(arguments), strict=True))
         return found
+
+    def _sum(self, name: str, reader: BoundFinish) -> torch.Tensor:
+        """A complete sum, in the element type of its addends."""
+        total = self.sums.pop(name) if name in reader.given_away else self.sums[name]
+        return total.to(self._dtypes.get(name, total.dtype))

@@ -107,7 +107,7 @@ def _held(resting: Resting) -> list[tuple[int, ...]]:
     read: dict[int, list[int]] = {}
     for parameter, place in zip(resting.reader.tolist(), resting.place.tolist(), strict=True):
         read.setdefault(parameter, []).append(place)
-    columns = (resting.at_rest, resting.state, resting.kept, resting.sums, resting.fresh, resting.result)
+    columns = (resting.at_rest, resting.state, resting.kept, resting.sums, resting.fresh, resting.travel)
     return sorted((*(int(c[i]) for c in columns), *sorted(places)) for i, places in read.items())
 
 

@@ -17,7 +17,7 @@ the forward (``zero_grad``), unless a caller accumulates them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -71,6 +71,7 @@ def beside_saved(
     made: Mapping[str, Placements],
     over_time: Mapping[str, Placement],
     count: int,
+    reduced_later: Container[str] = (),
 ) -> tuple[list[str], dict[str, np.ndarray]]:
     """What one micro-batch holds while it runs, besides what its forward saves for its backward.
 
@@ -78,11 +79,12 @@ def beside_saved(
         plan, graph, clusters, made: as for :func:`peak_of`.
         over_time: placement of values over the axis of micro-batches; what is not listed is replicated.
         count: number of micro-batches.
+        reduced_later: value names of the parameters whose gradients are reduced between devices after all micro-batches.
 
     Returns:
         The op at each point, and bytes by category, float64 [points].
     """
-    step = _Step(plan, graph, clusters, made, over_time, count)
+    step = _Step(plan, graph, clusters, made, over_time, count, reduced_later)
     profiles = step.profiles() if graph.ops else {}
     return step.line.names, {k: p for k, p in profiles.items() if k in ("working", "gathered", "communication")}
 
@@ -95,6 +97,7 @@ class _Step:
     made: Mapping[str, Placements]
     over_time: Mapping[str, Placement] = field(default_factory=dict)
     count: int = 1
+    reduced_later: Container[str] = ()
     held: dict[str, list[tuple[Span, float]]] = field(default_factory=dict)
     kind: dict[str, str] = field(default_factory=dict)
     ahead: list[tuple[str, str, float, float, int]] = field(default_factory=list)
@@ -178,6 +181,9 @@ class _Step:
             before, after = self._bytes(output.value, made), self._bytes(output.value, final)
             is_gradient = output.role == "gradient" and output.name in parameters
             self.kind[root] = "gradients" if is_gradient else "outputs"
+            if is_gradient and parameters[output.name] in self.reduced_later:
+                stay.add(root)
+                continue
             if is_gradient and made != final and before < BUCKET_BYTES:
                 self.small += before * self.clusters.times(root)
             if is_gradient and after < before:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import meshwright as mw
 from meshwright.passes.lower_stages import StageProgram, lower_stages
 from meshwright.passes.verify import KINDS
 from meshwright.planner.ir.pipeline import Pipeline
@@ -18,6 +19,7 @@ from meshwright.planner.micro import time_specs
 from meshwright.planner.stage_memory import gradient_bytes, rank_memory, resting_of
 from tests.helpers.counting import CountCollectives
 from tests.helpers.equality import RTOL, Trial, compare
+from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.models import ALL, loss_of
 from tests.helpers.pipelines import differences, start
 from tests.helpers.prepared import captured, planned, reference
@@ -67,8 +69,8 @@ def test_gradients_are_reduced_per_step_or_per_micro_batch(strategy, whole, kind
     assert each["all_reduce"] == 0
 
 
-def _step(rank: int, trials: dict[str, Trial]) -> dict[str, tuple[list[str], dict[str, int], int]]:
-    """What differs from one process, the collectives of a step, and the bytes of gradients that are held before it ends."""
+def _step(rank: int, trials: dict[str, Trial]) -> dict[str, tuple[list[str], dict[str, int], int, int]]:
+    """What differs from one process, the collectives of a step, and the bytes of gradients before and after what is done once."""
     found = {}
     for label, given in trials.items():
         pm = start(given)
@@ -77,13 +79,20 @@ def _step(rank: int, trials: dict[str, Trial]) -> dict[str, tuple[list[str], dic
         finish, held = run.finish, []
 
         def measured(*args: Any, finish: Any = finish, held: list[int] = held, run: Any = run, **kwargs: Any) -> Any:
-            held.append(sum(t.untyped_storage().nbytes() for t in run.sums.values()))
-            return finish(*args, **kwargs)
+            live = LiveBytes()
+            live.start_with(run.sums.values())
+            held.append(live.now)
+            with live:
+                made = finish(*args, **kwargs)
+            held.append(live.now)
+            return made
 
         run.finish = measured
+        pm.step(given.case.batch())
+        run.finish = finish
         with CountCollectives() as ran:
             pm.step(given.case.batch())
-        found[label] = wrong, dict(ran.counts), held[0]
+        found[label] = wrong, dict(ran.counts), held[0], held[1]
     return found
 
 
@@ -98,19 +107,22 @@ def test_zero1_reduces_once_and_zero2_never_holds_whole_gradients_and_the_plan_c
     trials["reduced whole 4"] = replace(trials["zero3 4"], plan=reduced_whole(case.name, 4))
     size = sum(p.numel() * 4 for p in case.model().parameters())
     for found in run_ranks(2, _step, trials, timeout=300):
-        assert not any(wrong for wrong, _, _ in found.values()), found
-        counts = {label: ran for label, (_, ran, _) in found.items()}
+        assert not any(wrong for wrong, _, _, _ in found.values()), found
+        counts = {label: ran for label, (_, ran, _, _) in found.items()}
         for strategy, kind in (("ddp", "all_reduce"), ("zero1", "reduce_scatter")):
             assert counts[f"{strategy} 2"][kind] == counts[f"{strategy} 4"][kind] > 0
         for strategy in ("zero2", "zero3"):
             assert counts[f"{strategy} 4"]["reduce_scatter"] == 2 * counts[f"{strategy} 2"]["reduce_scatter"] > 0
         assert counts["zero1 4"]["all_gather"] == counts["zero2 4"]["all_gather"] == counts["zero1 2"]["all_gather"]
         assert counts["zero3 4"]["all_gather"] == 2 * counts["zero3 2"]["all_gather"]
-        held = {label: n / size for label, (_, _, n) in found.items()}
+        held = {label: n / size for label, (_, _, n, _) in found.items()}
         assert held["ddp 4"] == pytest.approx(1.0, abs=0.02) and held["zero1 4"] == pytest.approx(1.0, abs=0.02)
         assert held["zero2 4"] == pytest.approx(0.5, abs=0.02) and held["zero3 4"] == pytest.approx(0.5, abs=0.02)
         assert held["reduced whole 4"] == pytest.approx(1.0, abs=0.02)
-        for label, (_, _, measured) in found.items():
+        left = {label: n / size for label, (_, _, _, n) in found.items()}
+        assert left["ddp 4"] == pytest.approx(1.0, abs=0.02), "sums are freed, or reduced where they are"
+        assert left["zero1 4"] == pytest.approx(0.5, abs=0.02)
+        for label, (_, _, measured, _) in found.items():
             counted = gradient_bytes(trials[label].plan, captured(case.name).graph).values()
             assert sum(g.sums for g in counted) == pytest.approx(measured, rel=0.002), label
 
@@ -123,6 +135,47 @@ def test_the_whole_sums_of_zero1_are_counted():
     held = [rank_memory(plan, rests, [], [0], [{}])[0]["gradients"] for plan, rests in zip((whole, pieces), resting, strict=True)]
     more = held[0] - held[1]
     assert more == pytest.approx(sum(p.numel() * 4 for p in case.model().parameters()), rel=0.02)
+
+
+def test_few_reductions_are_under_way_at_once_at_the_end_of_a_step():
+    plan = plan_of("transformer", "ddp", 4)
+    program = lower_stages(captured("transformer"), plan, (0,), ("group",), bucket_bytes=1 << 12)
+    (finish,) = (f for f in program.stage(0, 0).finishes if f.role == "gradient")
+    flying = most = total = 0
+    for node in finish.program.graph.nodes:
+        kind = str(node.target).partition("_c10d_functional.")[2]
+        flying += (kind == "all_reduce.default") - (kind == "wait_tensor.default")
+        total += kind == "all_reduce.default"
+        most = max(most, flying)
+    assert total > 4 and most == 2 and flying == 0
+
+
+def _peak(rank: int, plans: dict[str, Plan]) -> dict[str, int]:
+    """Most bytes on this rank during a step, optimizer state there."""
+    case, found = ALL["transformer"], {}
+    for strategy, plan in plans.items():
+        pm = mw.autoparallelize(case.model(), (2,), case.batch(), plan=plan)
+        opt = torch.optim.AdamW(pm.parameters())
+        pm.step(case.batch())
+        opt.step()
+        opt.zero_grad()
+        live = LiveBytes()
+        live.start_with([*pm.parameters(), *pm.buffers()])
+        live.start_with(t for state in opt.state.values() for t in state.values())
+        with live:
+            pm.step(case.batch())
+        found[strategy] = live.peak
+    return found
+
+
+def test_the_peak_of_a_step_in_micro_batches_is_as_predicted():
+    case = ALL["transformer"]
+    options: Any = {"hardware": "CPU", "alternatives": False, "micro_batches": 4}
+    plans = {s: mw.plan(case.model(), mw.MeshShape.of(2), case.batch(), strategy=s, **options) for s in ("ddp", "zero1")}
+    found = run_ranks(2, _peak, plans)
+    for strategy, plan in plans.items():
+        measured = max(peaks[strategy] for peaks in found)
+        assert 0.97 < plan.predicted.peak_memory_bytes / measured < 1.10, (strategy, plan.predicted.memory_bytes, measured)
 
 
 def _clipped(rank: int, given: Trial) -> tuple[float, dict[str, torch.Tensor]]:
