@@ -49,6 +49,7 @@ def plan(
     micro_batches: int | None = None,
     schedule: str | None = None,
     stages_per_rank: int | None = None,
+    accumulate: int = 1,
     fold_capture: bool = True,
     training: bool | None = None,
     progress: Progress | None = None,
@@ -83,6 +84,9 @@ def plan(
         schedule: order of forward and backward passes of pipeline stages: ``"naive"``, ``"gpipe"``, ``"1f1b"``,
             ``"interleaved_1f1b"``, ``"zero_bubble"`` or ``"zbv"``. Default: ``"1f1b"``, or ``"gpipe"`` with few micro-batches.
         stages_per_rank: pipeline stages per rank. Default: as few as the schedule allows, 2 where it is made for several.
+        accumulate: how many passes (``loss.backward()``, or ``pm.step``) you add up before each step of the optimizer. With more than
+            one, gradients live through forwards and backwards, which memory counts, each in its parameter's placement. One big batch
+            in ``micro_batches`` holds less and reduces gradients once.
         fold_capture: whether few of the repeated blocks are traced and the others copied, so that depth costs nothing.
         training: whether to plan a backward. Default: whether the model is in training mode and has something to train.
         progress: called with the name of each phase as it begins.
@@ -128,6 +132,7 @@ def autoparallelize(
     micro_batches: int | None = None,
     schedule: str | None = None,
     stages_per_rank: int | None = None,
+    accumulate: int = 1,
     timeout_s: float | None = None,
     fold_capture: bool = True,
     init: str = "replay",
@@ -154,7 +159,7 @@ def autoparallelize(
             checkpoint is loaded next.
         outputs: ``"auto"``: a loss comes as a plain tensor and what is beside it as DTensors; ``"full"``: all plain and whole.
         strategy, precision, hardware, memory_limit, recompute, optimizer, pins, on_missing_rule, degrees, logical_mesh,
-            respect_axis_names, alternatives, micro_batches, schedule, stages_per_rank, fold_capture: as for :func:`plan`.
+            respect_axis_names, alternatives, micro_batches, schedule, stages_per_rank, accumulate, fold_capture: as for :func:`plan`.
 
     Raises:
         InputError: an argument that cannot be used; the process group is not initialised; the mesh is larger than the

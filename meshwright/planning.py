@@ -68,6 +68,7 @@ class Request:
         schedule: a name of ``pipeline.SCHEDULES``; None: chosen.
         stages_per_rank: stages that each rank along the pipeline axis has; None: as few as the schedule allows.
         recompute: level of recomputation, or None: the fastest that fits.
+        accumulate: how many passes are added up before a step of the optimizer.
     """
 
     strategy: str = "auto"
@@ -85,14 +86,17 @@ class Request:
     schedule: str | None = None
     stages_per_rank: int | None = None
     recompute: str | None = None
+    accumulate: int = 1
 
     def __post_init__(self) -> None:
         self.mesh_request()
         one_of("strategy", self.strategy, ("auto", *(s for s in search.STRATEGIES if s != "auto"), *IN_STAGES))
         one_of("schedule", self.schedule, (None, *SCHEDULES))
-        for name in ("micro_batches", "stages_per_rank"):
+        for name in ("micro_batches", "stages_per_rank", "accumulate"):
             count = getattr(self, name)
-            if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            if (count is not None or name == "accumulate") and (
+                not isinstance(count, int) or isinstance(count, bool) or count < 1
+            ):
                 raise InputError(f"{name} is {count!r}: it must be a whole number of at least 1")
         one_of("precision", self.precision, PRECISIONS)
         one_of("on_missing_rule", self.on_missing_rule, ON_MISSING_RULE)
@@ -110,6 +114,7 @@ class Request:
             model=model,
             progress=progress,
             micro_batches=self.micro_batches or 1,
+            accumulate=self.accumulate,
         )
 
     def mesh_request(self) -> MeshRequest:

@@ -34,7 +34,7 @@ from meshwright.planner.solve.diagnose import ROW_MARGIN, explain_infeasible
 from meshwright.planner.solve.floor import Floors
 from meshwright.planner.solve.follow import rows_following_batch
 from meshwright.planner.solve.foresight import Foresight, nothing_left
-from meshwright.planner.solve.memory import optimizer_bytes
+from meshwright.planner.solve.memory import Trained
 from meshwright.planner.solve.micro_batches import restrict_to_micro_batches
 from meshwright.planner.solve.optimise import (
     Effort,
@@ -307,7 +307,7 @@ class OnMesh:
             class_of,
             self.mesh,
             self.costs,
-            state_bytes=self.state_bytes,
+            trained=self.trained,
             memory_limit_bytes=self._limit_bytes,
             precision=capture.precision,
             allowed=kept,
@@ -351,9 +351,9 @@ class OnMesh:
         return self._tasks[name, limited]
 
     @property
-    def state_bytes(self) -> int:
-        """Optimizer state per parameter element."""
-        return optimizer_bytes(self.program.options.optimizer)
+    def trained(self) -> Trained:
+        """What training holds per parameter element."""
+        return self.program.options.trained
 
     def _parts(self, name: str, tables: Tables) -> list[tuple[str, Restriction]]:
         """What is demanded, by name: the strategy, the pins, what the axes are for."""

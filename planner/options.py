@@ -11,7 +11,7 @@ from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.hardware import Hardware
 from meshwright.planner.ir.recompute import LEVELS
 from meshwright.planner.ir.spec import Placements
-from meshwright.planner.solve.memory import optimizer_bytes, usable_bytes
+from meshwright.planner.solve.memory import Trained, optimizer_bytes, usable_bytes
 from meshwright.planner.solve.optimise import Effort
 from meshwright.planner.solve.strategies import strategy_named
 
@@ -37,6 +37,7 @@ class Options:
         progress: called with the name of each phase as it begins.
         effort: gap and limits of the solver.
         micro_batches: into how many pieces the batch will be cut: devices must be able to share each of them.
+        accumulate: how many passes the caller adds up before a step of the optimizer.
         whole_gradients: whether gradients will be summed whole over micro-batches, and scattered once per step.
     """
 
@@ -53,10 +54,16 @@ class Options:
     effort: Effort = field(default_factory=Effort)
     micro_batches: int = 1
     whole_gradients: bool = False
+    accumulate: int = 1
 
     def memory_limit(self, hardware: Hardware) -> int:
         """Bytes per device."""
         return self.memory_limit_bytes or usable_bytes(hardware.device)
+
+    @property
+    def trained(self) -> Trained:
+        """What training holds per parameter element."""
+        return Trained(optimizer_bytes(self.optimizer), self.accumulate > 1)
 
     def __post_init__(self) -> None:
         strategy_named(self.strategy)

@@ -34,7 +34,7 @@ def checked_plan(
     """
     plan = _spelled_out(program, name, found, bound_s, tuple(alternatives), tuple(tried))
     verify_plan(plan, program.capture.graph)
-    walked = evaluate(plan, program.capture.graph, program.clusters, found.on.costs, found.on.state_bytes)
+    walked = evaluate(plan, program.capture.graph, program.clusters, found.on.costs, found.on.trained)
     require_equal(found.outcome, walked.outcome, plan.collectives, walked.collectives)
     kernel_s = kernel_seconds(program.capture.graph, program.clusters, walked.cluster_s)
     memory = dict(sorted(walked.outcome.memory_bytes.items()))
@@ -63,6 +63,7 @@ def _spelled_out(
         strategy=name,
         precision=program.capture.precision,
         optimizer=str(options.optimizer),
+        accumulate=options.accumulate,
         training=program.capture.training,
         inputs=layout.inputs,
         ops=layout.ops,

@@ -26,6 +26,7 @@ from meshwright.planner.kinds import kind_of
 from meshwright.planner.micro_costs import MicroCosts
 from meshwright.planner.places import Places, places_in_whole
 from meshwright.planner.solve.evaluate import evaluate
+from meshwright.planner.solve.memory import Trained
 from meshwright.planner.solve.segments import hidden_values
 
 SLACK = 0.01
@@ -136,7 +137,7 @@ def _reader(graph: OpGraph, op: Op, copied: Set[str]) -> Op:
 def _kernels_alone(graph: OpGraph, plan: Plan, costs: CostModel | MicroCosts) -> dict[str, float]:
     """Seconds of every op as a kernel of its own, for a plan that does not say what its kernels take."""
     clusters = trivial_clusters(graph, rules.rows_for)
-    seconds = evaluate(plan, graph, clusters, costs, 0).cluster_s
+    seconds = evaluate(plan, graph, clusters, costs, Trained(0)).cluster_s
     return {c.ops[-1].name: s for c, s in zip(clusters.clusters, seconds, strict=True) if c.source is None and c.ops}
 
 

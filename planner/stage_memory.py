@@ -69,6 +69,7 @@ class Resting:
         names: FQNs, as the planned program has them.
         at_rest: bytes of a device's piece.
         state: bytes of its optimizer state.
+        accumulated: bytes of its gradients of earlier steps, where the caller adds them up.
         kept: bytes of copies that live the whole step.
         sums, fresh, travel: bytes of its gradients, see :class:`GradientBytes`.
         reader: index of a parameter and ``place`` of a forward op that reads it, int64 [readings].
@@ -77,6 +78,7 @@ class Resting:
     names: tuple[str, ...]
     at_rest: np.ndarray
     state: np.ndarray
+    accumulated: np.ndarray
     kept: np.ndarray
     sums: np.ndarray
     fresh: np.ndarray
@@ -96,7 +98,7 @@ class Resting:
         first = np.full(len(self.names), num_places)
         np.minimum.at(first, self.reader, self.place)
         found, is_read = np.zeros(num_places), first < num_places
-        sizes = self.at_rest + self.state + self.kept + self.sums + np.maximum(self.fresh, self.travel)
+        sizes = self.at_rest + self.state + self.accumulated + self.kept + self.sums + np.maximum(self.fresh, self.travel)
         np.add.at(found, first[is_read], sizes[is_read])
         return found
 
@@ -128,15 +130,16 @@ def resting_of(plan: Plan, graph: OpGraph, gradients: Mapping[str, GradientBytes
     for i in graph.inputs_of("parameter"):
         name, made = i.value.name, gradients.get(i.value.name, GradientBytes())
         numel = local_numel(i.value.shape, plan.inputs[name], plan.mesh.sizes)
-        held = numel * i.value.dtype.itemsize, numel * state * (i.trainable and plan.training), kept.get(name, 0)
+        size, trained = numel * i.value.dtype.itemsize, i.trainable and plan.training
+        held = size, numel * state * trained, size * (trained and plan.accumulate > 1), kept.get(name, 0)
         for column in _readings(spread, name, read.get(name, [])):
             readings += [(len(rows), int(at)) for at in column]
             names.append(i.name)
             rows.append((*held, made.sums, made.fresh, made.travel))
-    table = np.array(rows, dtype=np.int64).reshape(-1, 6)
+    table = np.array(rows, dtype=np.int64).reshape(-1, 7)
     pairs = np.array(readings, dtype=np.int64).reshape(-1, 2)
-    at_rest, states, keeps, sums, fresh, travel = table.T
-    return Resting(tuple(names), at_rest, states, keeps, sums, fresh, travel, pairs[:, 0], pairs[:, 1])
+    at_rest, states, accumulated, keeps, sums, fresh, travel = table.T
+    return Resting(tuple(names), at_rest, states, accumulated, keeps, sums, fresh, travel, pairs[:, 0], pairs[:, 1])
 
 
 def _readings(spread: Places, name: str, indices: Sequence[int]) -> list[np.ndarray]:
@@ -170,6 +173,7 @@ def rank_memory(
                 "parameters": int(held.at_rest[mine].sum()),
                 "gradients": int(held.sums[mine].sum()) + max(fresh, travel),
                 "optimizer": int(held.state[mine].sum()),
+                **({"accumulated": int(held.accumulated[mine].sum())} if plan.accumulate > 1 else {}),
                 "activations": int(in_flight_bytes[rank]),
                 **({"kept": int(held.kept[mine].sum())} if plan.kept else {}),
                 **beside[rank],

@@ -15,6 +15,7 @@ from meshwright.planner.ir.graph import OpGraph
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.rules import rows_for
 from meshwright.planner.solve.backend import Solver
+from meshwright.planner.solve.memory import Trained
 from meshwright.planner.solve.problem import Restriction
 from meshwright.planner.solve.program import NetworkCache, assemble
 from meshwright.planner.solve.tables import build_tables
@@ -34,7 +35,7 @@ def best_s(graph: OpGraph, clusters: ClusterGraph, *sizes: int, arithmetic_only:
         free = replace(hardware.device, memory_bytes_per_s=1e20, kernel_overhead_s=0.0)
         hardware = replace(hardware, device=free)
     costs = CostModel(hardware, mesh)
-    tables = build_tables(graph, clusters, clusters.class_of, mesh, costs, state_bytes=8, memory_limit_bytes=None)
+    tables = build_tables(graph, clusters, clusters.class_of, mesh, costs, trained=Trained(8), memory_limit_bytes=None)
     program = assemble(replace(tables.problem, memory_limit_bytes=None), Restriction(), NetworkCache())
     cost = program.arrays.cost + program.compute.sum(0) + program.hidden.sum(0)
     answer = Solver(program.arrays, integer=True).solve(cost, gap=1e-7)

@@ -12,6 +12,7 @@ from meshwright.planner.ir.verify import verify_plan
 from meshwright.planner.repeat import capture_folded
 from meshwright.planner.search import make_plan
 from meshwright.planner.solve.evaluate import evaluate, require_equal
+from meshwright.planner.solve.memory import Trained
 from meshwright.target import target_of
 from tests.test_repeat import BATCH, Tower, deep
 
@@ -43,7 +44,7 @@ def test_the_folded_plan_is_the_whole_one(
     plan = expanded(few, folded.plannable.graph, whole, folded.repeats)
     verify_plan(plan, whole)
     walked = evaluate(
-        plan, whole, blocks.fold(fuse.fuse(whole, rules.rows_for)), CostModel(target.hardware, target.mesh), state_bytes=8
+        plan, whole, blocks.fold(fuse.fuse(whole, rules.rows_for)), CostModel(target.hardware, target.mesh), trained=Trained(8)
     )
     require_equal(walked.outcome, walked.outcome, plan.collectives, walked.collectives)
     assert walked.outcome.step_time_s == pytest.approx(plan.predicted.step_time_s, rel=1e-6)

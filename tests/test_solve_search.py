@@ -18,6 +18,7 @@ from meshwright.planner.ir.spec import R, S
 from meshwright.planner.ir.verify import planned_steps
 from meshwright.planner.search import make_plan
 from meshwright.planner.solve.evaluate import evaluate
+from meshwright.planner.solve.memory import Trained
 from meshwright.planner.solve.optimise import Effort, optimise
 from meshwright.planner.solve.precision import unreduced_values
 from meshwright.planner.solve.price import price
@@ -249,7 +250,8 @@ def test_folded_costs_are_those_of_the_unfolded_program(stack: Capture):
     folded = blocks.fold(plain)
     assert len(set(folded.class_of)) < len(plain.clusters)
     tables = [
-        build_tables(stack.graph, c, c.class_of, mesh, costs, state_bytes=8, memory_limit_bytes=None) for c in (plain, folded)
+        build_tables(stack.graph, c, c.class_of, mesh, costs, trained=Trained(8), memory_limit_bytes=None)
+        for c in (plain, folded)
     ]
     free, tied = (optimise(t.problem, Restriction(), t.cache, Effort(gap=1e-6, nodes=2000)) for t in tables)
     assert free is not None and tied is not None
@@ -264,7 +266,9 @@ def test_folded_costs_are_those_of_the_unfolded_program(stack: Capture):
 def test_a_replicated_plan_written_by_hand_costs_its_compute(stack: Capture):
     mesh = MeshShape.of(2, 2)
     clusters = fuse.fuse(stack.graph, rules.rows_for)
-    found = evaluate(replicated_plan(stack, mesh), stack.graph, clusters, CostModel(hardware_for(mesh, "H100", None), mesh), 8)
+    found = evaluate(
+        replicated_plan(stack, mesh), stack.graph, clusters, CostModel(hardware_for(mesh, "H100", None), mesh), Trained(8)
+    )
     assert found.collectives == ()
     assert found.outcome.step_time_s == pytest.approx(sum(found.outcome.compute_s)) and sum(found.outcome.compute_s) > 0
 

@@ -72,7 +72,8 @@ def _header(plan: Plan) -> RenderableType:
     axes = ", ".join(
         f"{name}={size} over {link}" for name, size, link in zip(plan.mesh.names, plan.mesh.sizes, plan.links, strict=False)
     )
-    purpose = f"training, {plan.optimizer}" if plan.training else "inference"
+    adds_up = f", {plan.accumulate} passes added up before a step of the optimizer" if plan.accumulate > 1 else ""
+    purpose = f"training, {plan.optimizer}{adds_up}" if plan.training else "inference"
     return _pairs(
         f"Plan {plan.hash[:12]} for {plan.model}",
         (

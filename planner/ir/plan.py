@@ -262,6 +262,7 @@ class Plan:
         precision: None or ``"bf16-mixed"``.
         optimizer: name of the optimizer whose state was counted.
         training: whether it has a backward.
+        accumulate: how many passes the caller adds up before a step of the optimizer; more than one: their sums were counted.
         inputs: placement of every placeholder by value name: parameters and buffers at rest, batch, tangents.
         ops: spec of every op by name.
         outputs: final placement of every result of the graph, in order; None where there is no tensor. A parameter's
@@ -322,6 +323,7 @@ class Plan:
     recompute: Recompute = field(default_factory=Recompute)
     kept: Mapping[str, Placements] = field(default_factory=dict)
     one_controller: bool = False
+    accumulate: int = 1
     schema_version: int = SCHEMA_VERSION
 
     @cached_property
@@ -385,6 +387,7 @@ class Plan:
             "recompute": self.recompute.to_json_dict(),
             "kept": {k: format_placements(v) for k, v in self.kept.items()},
             **({"one_controller": True} if self.one_controller else {}),
+            **({"accumulate": self.accumulate} if self.accumulate > 1 else {}),
         }
 
     def to_json(self) -> str:

@@ -2,6 +2,7 @@
 
 ============== =====================================================================================================
 parameters     the piece at rest; ``optimizer`` its state, ``buffers``, ``inputs`` likewise, all the time
+accumulated    gradients of earlier passes, in the parameter's own placement, all the time: where the caller adds up several passes
 kept           copies of parameters that are gathered for the whole step
 activations    forward values until the backward has read them for the last time, where their producer made them
 working        values that only one phase reads; activations brought to another placement, while something reads that
@@ -11,8 +12,8 @@ communication  gradients on their way to that placement: at most two large ones 
 outputs        what the call returns, until the backward is done: the caller may hold it
 ============== =====================================================================================================
 
-One op at a time, as generated code runs; compiled code holds less. Gradients of an earlier step are not counted: they are freed before
-the forward (``zero_grad``), unless a caller accumulates them.
+One op at a time, as generated code runs; compiled code holds less. Gradients of an earlier step are freed before the forward
+(``zero_grad``).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from meshwright.planner.ir.spec import Placement, Placements
 from meshwright.planner.ir.verify import kept_values, parameter_behind, path_of
 from meshwright.planner.solve.candidates import piece_bytes, piece_numel
 from meshwright.planner.solve.liveness import Span, Timeline, late_makers, roots
-from meshwright.planner.solve.memory import BUCKET_BYTES, GATHER_BYTES, parameters_with_gradient, rest_bytes
+from meshwright.planner.solve.memory import BUCKET_BYTES, GATHER_BYTES, Trained, parameters_with_gradient, rest_bytes
 from meshwright.planner.solve.problem import SEGMENTS
 from meshwright.planner.solve.results import parameter_of
 
@@ -51,7 +52,7 @@ class Peak:
     at: str
 
 
-def peak_of(plan: Plan, graph: OpGraph, clusters: ClusterGraph, made: Mapping[str, Placements], state_bytes: int) -> Peak:
+def peak_of(plan: Plan, graph: OpGraph, clusters: ClusterGraph, made: Mapping[str, Placements], trained: Trained) -> Peak:
     """The peak of a plan.
 
     Args:
@@ -59,9 +60,9 @@ def peak_of(plan: Plan, graph: OpGraph, clusters: ClusterGraph, made: Mapping[st
         graph: the program.
         clusters: its clusters: how much blocks stand for.
         made: placement in which every value is made.
-        state_bytes: optimizer state per parameter element.
+        trained: what training holds per parameter element.
     """
-    return _Step(plan, graph, clusters, made).peak(state_bytes)
+    return _Step(plan, graph, clusters, made).peak(trained)
 
 
 def beside_saved(
@@ -113,8 +114,8 @@ class _Step:
         self.readers: dict[str, list[str]] = {}
         self.copies: dict[tuple[str, str, Placements], list[str]] = {}
 
-    def peak(self, state_bytes: int) -> Peak:
-        rest = self._at_rest(state_bytes)
+    def peak(self, trained: Trained) -> Peak:
+        rest = self._at_rest(trained)
         if not self.graph.ops:
             return Peak(rest, "")
         profiles = self.profiles()
@@ -143,12 +144,12 @@ class _Step:
             return piece_bytes(value, placements, self.sizes)
         return piece_bytes(value, (over_time, *placements), (self.count, *self.sizes))
 
-    def _at_rest(self, state_bytes: int) -> dict[str, int]:
+    def _at_rest(self, trained: Trained) -> dict[str, int]:
         total: dict[str, int] = {}
         with_gradient = parameters_with_gradient(self.graph)
         for name, source in self.placeholders.items():
             numel = piece_numel(source.value.shape, self.plan.inputs[name], self.sizes)
-            for category, size in rest_bytes(source, numel, state_bytes, name in with_gradient).items():
+            for category, size in rest_bytes(source, numel, trained, name in with_gradient).items():
                 total[category] = total.get(category, 0) + size * self.clusters.times(name)
         for name, placements in self.plan.kept.items():
             value = self.values.get(name) or self.placeholders[name].value

@@ -16,6 +16,7 @@ WHAT_TO_DO: Mapping[str, str] = {
     "parameters": "more devices, a smaller model, or a strategy that shards parameters ('zero3', 'tp', 'auto')",
     "gradients": "more devices, or a strategy that shards parameters and with them gradients ('zero3', 'tp', 'auto')",
     "optimizer": "more devices, an optimizer with less state (optimizer='sgd'), or a strategy that shards parameters",
+    "accumulated": "no sums over passes: micro_batches= in one step, or a strategy that shards parameters and with them gradients",
     "activations": "a smaller batch or sequence per device, more devices, or more recomputation",
     "working": "a smaller batch or sequence per device: one op's operands and results alone take this",
     "gathered": "a mesh on which the largest parameter can stay sharded in use ('tp'), or a smaller one",

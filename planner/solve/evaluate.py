@@ -17,13 +17,14 @@ from meshwright.planner.ir.redistribute import COLLECTIVES
 from meshwright.planner.ir.spec import Placements, Row
 from meshwright.planner.ir.verify import PlannedStep, made_placements, parameter_behind, planned_steps
 from meshwright.planner.solve.alive import peak_of
+from meshwright.planner.solve.memory import Trained
 from meshwright.planner.solve.price import Outcome
 from meshwright.planner.solve.problem import SEGMENTS
 from meshwright.planner.solve.segments import hidden_values
 from meshwright.planner.solve.tables import Costs
 
 # Categories that do not change over a step. The others the tables know at few points and without copies.
-_AT_REST = frozenset({"parameters", "optimizer", "buffers", "inputs"})
+_AT_REST = frozenset({"parameters", "optimizer", "accumulated", "buffers", "inputs"})
 _TOLERANCE = 1e-6
 
 
@@ -44,7 +45,7 @@ class Evaluation:
     peak_at: str
 
 
-def evaluate(plan: Plan, graph: OpGraph, clusters: ClusterGraph, costs: Costs, state_bytes: int) -> Evaluation:
+def evaluate(plan: Plan, graph: OpGraph, clusters: ClusterGraph, costs: Costs, trained: Trained) -> Evaluation:
     """Time, memory and collectives of a legal plan.
 
     Args:
@@ -52,7 +53,7 @@ def evaluate(plan: Plan, graph: OpGraph, clusters: ClusterGraph, costs: Costs, s
         graph: the program.
         clusters: its clusters.
         costs: seconds of clusters and steps.
-        state_bytes: optimizer state per parameter element.
+        trained: what training holds per parameter element.
     """
     walk = _Walk(plan, graph, clusters, costs)
     seconds = walk.cluster_seconds()
@@ -63,7 +64,7 @@ def evaluate(plan: Plan, graph: OpGraph, clusters: ClusterGraph, costs: Costs, s
     comm = {(hidden, phase): 0.0 for hidden in (False, True) for phase in SEGMENTS}
     for (_, _, _, s, hidden, phase), n in found.items():
         comm[hidden, phase] += n * s
-    peak = peak_of(plan, graph, clusters, walk.made, state_bytes)
+    peak = peak_of(plan, graph, clusters, walk.made, trained)
     outcome = Outcome(
         tuple(compute),
         tuple(comm[False, phase] for phase in SEGMENTS),

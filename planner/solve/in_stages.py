@@ -36,6 +36,7 @@ def as_one_rank(tables: Tables, degree: int, micro_batches: int, *, whole_sums: 
     scale = {
         "parameters": (1 if whole_sums else 2) / degree,  # sums in pieces are as large as they
         "optimizer": 1 / degree,
+        "accumulated": 1 / degree,
         "kept": 1 / degree,
         "activations": min(micro_batches, degree) / degree / micro_batches,
         "working": 1 / micro_batches,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,6 +23,19 @@ GATHER_BYTES = 4 << 20
 # Fraction of the device's memory left to the allocator, the communication library and the context. A stated guess.
 RESERVE = 0.06
 _AT_REST = {"buffer": "buffers", "constant": "buffers", "seed": "buffers", "input": "inputs", "tangent": "inputs"}
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What is held for every element of a trained parameter all the time, besides itself.
+
+    Attributes:
+        state_bytes: the optimizer's state.
+        adds_up: whether gradients of earlier passes are held while a pass runs: in the parameter's own placement and type.
+    """
+
+    state_bytes: int
+    adds_up: bool = False
 
 
 def usable_bytes(device: Device) -> int:
@@ -50,14 +64,14 @@ def parameters_with_gradient(graph: OpGraph) -> frozenset[str]:
     return frozenset(p.value.name for p in graph.inputs_of("parameter") if named.intersection((p.name, *p.aliases)))
 
 
-def rest_bytes(source: GraphInput, numel: int, state_bytes: int, has_gradient: bool) -> dict[str, int]:
+def rest_bytes(source: GraphInput, numel: int, trained: Trained, has_gradient: bool) -> dict[str, int]:
     """Bytes by category of ``numel`` elements of a placeholder."""
     size = numel * source.value.dtype.itemsize
     if source.role != "parameter":
         return {_AT_REST[source.role]: size}
     if not has_gradient:
         return {"parameters": size}
-    return {"parameters": size, "optimizer": numel * state_bytes}
+    return {"parameters": size, "optimizer": numel * trained.state_bytes, **({"accumulated": size} if trained.adds_up else {})}
 
 
 def resting(
@@ -65,7 +79,7 @@ def resting(
     members: Sequence[Cluster],
     expanded: Expanded,
     sizes: tuple[int, ...],
-    state_bytes: int,
+    trained: Trained,
     times: Callable[[str], int],
 ) -> dict[str, np.ndarray]:
     """Category to bytes by candidate of the placeholders of a class, all members together.
@@ -75,7 +89,7 @@ def resting(
         members: clusters of the class.
         expanded: candidates of the class.
         sizes: of the mesh axes.
-        state_bytes: optimizer state per parameter element.
+        trained: what training holds per parameter element.
         times: name of a value to how many it stands for.
     """
     total: dict[str, np.ndarray] = {}
@@ -84,6 +98,6 @@ def resting(
         shape, name = source.value.shape, source.value.name
         if shape not in numels:
             numels[shape] = expanded.rest_numels(shape, sizes).astype(float)
-        for category, size in rest_bytes(source, 1, state_bytes, name in graph_gradients).items():
+        for category, size in rest_bytes(source, 1, trained, name in graph_gradients).items():
             total[category] = total.get(category, 0.0) + numels[shape] * (size * times(name))
     return total

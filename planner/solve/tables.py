@@ -23,7 +23,7 @@ from meshwright.planner.solve.candidates import Candidate, Edges, even, piece_by
 from meshwright.planner.solve.combine import Expanded, expand_all, table_of
 from meshwright.planner.solve.keep import Gathers, StepCosts, kept_bytes, with_kept
 from meshwright.planner.solve.layout import Group, Layout, Reader, layout_of
-from meshwright.planner.solve.memory import GATHERED_COPIES, resting
+from meshwright.planner.solve.memory import GATHERED_COPIES, Trained, resting
 from meshwright.planner.solve.network import PlacementNetwork, Wish, networks_of
 from meshwright.planner.solve.problem import SEGMENTS, Choice, Demand, Flow, Peak, Problem
 from meshwright.planner.solve.program import NetworkCache
@@ -101,7 +101,7 @@ def build_tables(
     mesh: MeshShape,
     costs: Costs,
     *,
-    state_bytes: int,
+    trained: Trained,
     memory_limit_bytes: int | None,
     precision: str | None = None,
     allowed: Sequence[Sequence[frozenset[Edges] | None]] = (),
@@ -114,7 +114,7 @@ def build_tables(
         class_of: class of every cluster, any labels.
         mesh: the mesh.
         costs: seconds of clusters and steps.
-        state_bytes: optimizer state per parameter element.
+        trained: what training holds per parameter element.
         memory_limit_bytes: limit per device, or None.
         precision: of the capture; see :mod:`meshwright.planner.solve.precision`.
         allowed: per axis and cluster, the rows that it may take there, or None for all.
@@ -123,7 +123,7 @@ def build_tables(
     classes = _classes(layout, clusters, mesh, costs, allowed)
     points = MemoryRows(graph, clusters, layout, [c.expanded for c in classes], mesh.sizes)
     at_base = points.at_base()
-    choices = [_choice(layout, clusters, g, c, mesh, state_bytes, at_base.get(g, {})) for g, c in enumerate(classes)]
+    choices = [_choice(layout, clusters, g, c, mesh, trained, at_base.get(g, {})) for g, c in enumerate(classes)]
     made = _Flows(
         layout, clusters, [c.expanded for c in classes], mesh, layout.unreduced if precision == "bf16-mixed" else frozenset()
     )
@@ -202,11 +202,11 @@ def _choice(
     g: int,
     tied: _Class,
     mesh: MeshShape,
-    state_bytes: int,
+    trained: Trained,
     at_base: Mapping[str, np.ndarray],
 ) -> Choice:
     members, root = [clusters.clusters[i] for i in layout.members[g]], tied.expanded.table.root
-    rest = resting(layout.with_gradient, members, tied.expanded, mesh.sizes, state_bytes, clusters.times)
+    rest = resting(layout.with_gradient, members, tied.expanded, mesh.sizes, trained, clusters.times)
     memory = _added({**rest, **kept_bytes(members, tied.expanded, mesh.sizes, clusters.times)}, at_base)
     segment, count = SEGMENTS.index(tied.first.phase), sum(clusters.weights[i] for i in layout.members[g])
     if tied.gather_s is None or root is None:

@@ -45,7 +45,7 @@ class Measured:
 
 
 def measure(make: Callable[[], nn.Module], batch: Mapping[str, Any], sizes: tuple[int, ...], **options: Any) -> Measured:
-    """Plan and run two steps; the second is measured, with optimizer state there.
+    """Plan and run two steps; the second is measured, with optimizer state there, and as many passes as are added up.
 
     Args:
         make: makes the model.
@@ -71,8 +71,8 @@ def measure(make: Callable[[], nn.Module], batch: Mapping[str, Any], sizes: tupl
         live.start_with([*pm.parameters(), *pm.buffers()])
         live.start_with(t for state in opt.state.values() for t in state.values() if isinstance(t, torch.Tensor))
         with live:
-            out = pm(**batch)
-            scalar_of(out).backward()
+            for _ in range(request.accumulate):
+                scalar_of(pm(**batch)).backward()
         return live.peak, live.at, live.trace
 
     ranks = 1
