@@ -29,22 +29,21 @@ def _fail(how: str) -> None:
     time.sleep(PATIENCE_S + 6)
 
 
-def _run(rank: int, given: Any, how: str, folder: str) -> tuple[str, float]:
-    """One good step, then one in which a rank fails in F2; the message of this rank and how long it took."""
+def _run(rank: int, given: Any, how: str, part: str, folder: str) -> None:
+    """One good step, then one in which a rank fails in a part of its work (with the third micro-batch); writes what it said."""
     pm = start(given, timeout_s=PATIENCE_S if how == "hang" else None)
     batch = given.case.batch()
     pm.step(batch)
     run = next(iter(pm._programs[0].runs.values()))
-    forward = run.forward
+    real = getattr(run, part)
 
-    def failing(i: int, received: Any, *, keep: bool) -> Any:
-        if rank == CULPRIT and i == 2:
+    def failing(i: Any, *args: Any, **kwargs: Any) -> Any:
+        if rank == CULPRIT and (i == 2 or part == "finish"):
             time.sleep(0.7)  # the journal writes twice a second
             _fail(how)
-        return forward(i, received, keep=keep)
+        return real(i, *args, **kwargs)
 
-    run.forward = failing
-    began = time.monotonic()
+    setattr(run, part, failing)
     try:
         pm.step(batch)
         said = "nothing"
@@ -52,12 +51,11 @@ def _run(rank: int, given: Any, how: str, folder: str) -> tuple[str, float]:
         said = f"{e} | rank {e.rank}"
     Path(folder, str(rank)).write_text(said)
     assert not dist.is_initialized()
-    return said, time.monotonic() - began
 
 
-def said_by(tmp_path: Path, ranks: int, how: str) -> dict[int, str]:
+def said_by(tmp_path: Path, ranks: int, how: str, part: str = "forward", schedule: str = "1f1b") -> dict[int, str]:
     try:
-        run_ranks(ranks, _run, trial("mlp", "1f1b", 8, ranks), how, str(tmp_path), timeout=60)
+        run_ranks(ranks, _run, trial("mlp", schedule, 8, ranks), how, part, str(tmp_path), timeout=60)
     except RankFailed as e:
         assert how == "kill" and f"died without a word (exit code {-signal.SIGKILL})" in str(e)
     return {int(p.name): p.read_text() for p in tmp_path.iterdir()}
@@ -82,11 +80,39 @@ def test_a_rank_that_is_killed_is_named_by_all(tmp_path):
         assert text.endswith(f"| rank {CULPRIT}")
 
 
-def test_a_rank_that_hangs_is_named_by_all_within_the_timeout(tmp_path):
-    said = said_by(tmp_path, 2, "hang")
-    assert "rank 1 was computing F2 of stage 1" in said[0]
-    assert said[0].endswith("| rank 1")
-    assert said[1] != "nothing"
+@pytest.mark.parametrize(("ranks", "part", "doing"), [(2, "forward", "computing F2"), (4, "backward", "computing B2")])
+def test_a_rank_that_hangs_is_named_by_all_within_the_timeout(tmp_path, ranks, part, doing):
+    said = said_by(tmp_path, ranks, "hang", part)
+    assert len(said) == ranks
+    for rank in set(said) - {CULPRIT}:
+        assert f"rank {CULPRIT} was {doing} of stage {CULPRIT}" in said[rank]
+        assert said[rank].endswith(f"| rank {CULPRIT}")
+    assert said[CULPRIT] != "nothing"
+
+
+@pytest.mark.parametrize(
+    ("how", "part", "doing"),
+    [
+        ("raise", "backward", "computing I2 of stage 1"),
+        ("kill", "backward", "computing I2 of stage 1"),
+        ("raise", "weights", "computing W2 of stage 1"),
+        ("kill", "weights", "computing W2 of stage 1"),
+    ],
+)
+def test_a_rank_that_fails_on_the_way_back_is_named_by_all(tmp_path, how, part, doing):
+    said = said_by(tmp_path, 2, how, part, "zero_bubble")
+    assert said[0].endswith(f"| rank {CULPRIT}")
+    if how == "raise":
+        assert f"rank {CULPRIT} (pipeline rank {CULPRIT}) failed while {doing}: ValueError" in said[CULPRIT]
+        assert f"rank {CULPRIT} raised ValueError: the disk is full while {doing}" in said[0]
+    else:
+        assert f"rank {CULPRIT} was " in said[0]
+
+
+def test_a_rank_that_fails_after_the_last_micro_batch_is_named_by_all(tmp_path):
+    said = said_by(tmp_path, 2, "raise", "finish")
+    assert f"rank {CULPRIT} (pipeline rank {CULPRIT}) failed while finishing the step: ValueError" in said[CULPRIT]
+    assert f"rank {CULPRIT} raised ValueError: the disk is full" in said[0] and said[0].endswith(f"| rank {CULPRIT}")
 
 
 def test_blame_goes_to_a_rank_that_raised_then_to_a_silent_one_that_computes():
