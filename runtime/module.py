@@ -113,9 +113,9 @@ class ParallelModule(Exported):
         return self._loss_of(batch)
 
     def _loss_of(self, batch: Any) -> torch.Tensor:
+        index = self._library.programs[0].interface.loss_index
         args, kwargs = call_of_batch(batch)
-        output = self(*args, **kwargs)
-        return pytree.tree_leaves(output)[self._library.programs[0].interface.loss_index]
+        return pytree.tree_leaves(self(*args, **kwargs))[index]
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """``torch.nn.utils.clip_grad_norm_`` of this module, for loops that also train models in pipeline stages.

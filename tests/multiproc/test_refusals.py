@@ -43,6 +43,18 @@ def test_a_call_that_was_not_planned_is_refused_by_what_differs():
     run_ranks(2, on_rank)
 
 
+def test_a_step_of_a_model_without_a_loss_is_refused():
+    plan = zero3("logits", (2,))
+
+    def on_rank(rank):
+        pm = start("logits", plan)
+        for step in (pm.step, pm.eval_step):
+            with pytest.raises(InputError, match="a step needs the loss, and the model returns output"):
+                step(ALL["logits"].batch())
+
+    run_ranks(2, on_rank)
+
+
 def test_a_parameter_changed_outside_is_refused():
     plan, batch = zero3("tied", (2,)), ALL["tied"].batch()
 
