@@ -14,13 +14,18 @@ Source: reduced-cost fixing; min-marginals of trees as in tree-reweighted messag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.planner.solve.forks import Groups
+
 FORESTS = 4
 """Forests tried; each prefers links that no forest before it had."""
+
+# What cannot be reached costs infinitely much, and says as much as this.
+_MUCH = 1e30
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,45 @@ class Link:
         return np.maximum(found - potential[:, None] + potential[None, :], 0.0)
 
 
+@dataclass(frozen=True)
+class Slack:
+    """What a pair of variables costs above the least it can.
+
+    Attributes:
+        matrix: by candidate of the first and group of the second, at least 0.
+        groups: of the second's candidates; None where each is one of its own.
+        offset: what a candidate of the second has beside its group, at least 0, shape [candidates]; 0 without groups.
+    """
+
+    matrix: np.ndarray
+    groups: Groups | None = None
+    offset: np.ndarray | float = 0.0
+
+    @classmethod
+    def of(cls, matrix: np.ndarray, from_first: np.ndarray, from_second: np.ndarray, groups: Groups | None) -> tuple[Slack, float]:
+        """What is left of a pair after messages to the second and to the first, and its least."""
+        if groups is None:
+            left = matrix - from_first - from_second[:, None]
+            least = float(left.min())
+            left -= least
+            return cls(left), least
+        most = groups.most(from_first)
+        left = matrix - most - from_second[:, None]
+        least = float(left.min())
+        left -= least
+        return cls(left, groups, most[groups.index] - from_first), least
+
+    def to_second(self, first: np.ndarray) -> np.ndarray:
+        """Least sum with each candidate of the second, given the cost of those of the first."""
+        least = (first[:, None] + self.matrix).min(axis=0)
+        return least if self.groups is None else least[self.groups.index] + self.offset
+
+    def to_first(self, second: np.ndarray) -> np.ndarray:
+        """Least sum with each candidate of the first, given the cost of those of the second."""
+        second = second if self.groups is None else self.groups.least(second + self.offset)
+        return (self.matrix + second).min(axis=1)
+
+
 def proved_costs(
     links: Sequence[Link], columns: Sequence[np.ndarray], cost: np.ndarray, bound: float, reduced: np.ndarray, duals: np.ndarray
 ) -> list[np.ndarray]:
@@ -105,24 +149,25 @@ def proved_costs(
             matrix = slack[np.ix_(at, link.demand_nodes[kept[b]])]
             key = (min(a, b), max(a, b))
             pairs[key] = pairs.get(key, 0.0) + (matrix if a < b else matrix.T)
-    best = over_forests(alone, pairs)
+    best = over_forests(alone, {key: Slack(matrix) for key, matrix in pairs.items()})
     found = [np.full(len(c), np.inf) for c in columns]
     for floor, k, values in zip(found, kept, best, strict=True):
         floor[k] = bound + values
     return found
 
 
-def over_forests(alone: Sequence[np.ndarray], pairs: dict[tuple[int, int], np.ndarray]) -> list[np.ndarray]:
+def over_forests(alone: Sequence[np.ndarray], pairs: Mapping[tuple[int, int], Slack]) -> list[np.ndarray]:
     """Lower bounds of a sum over choices and pairs by candidate: the highest of those over several forests of pairs.
 
     Args:
         alone: choice to cost by candidate, at least 0.
-        pairs: (a, b), a below b, to cost by candidate of both, at least 0.
+        pairs: (a, b), a below b, to cost by candidate of both.
     """
     best = [np.full(len(a), -np.inf) for a in alone]
     uses = dict.fromkeys(pairs, 0)
+    says = {key: float(np.minimum(slack.matrix, _MUCH).mean()) for key, slack in pairs.items()}
     for _ in range(FORESTS):
-        forest = _forest(len(alone), pairs, uses)
+        forest = _forest(len(alone), says, uses)
         for marginal, floor in zip(_marginals(alone, pairs, forest), best, strict=True):
             np.maximum(floor, marginal, out=floor)
     return best
@@ -132,9 +177,9 @@ def over_forests(alone: Sequence[np.ndarray], pairs: dict[tuple[int, int], np.nd
 _Forest = list[tuple[int, int, tuple[int, int]]]
 
 
-def _forest(size: int, pairs: dict[tuple[int, int], np.ndarray], uses: dict[tuple[int, int], int]) -> _Forest:
-    """A spanning forest of the links that say most and were used least; counts its links in ``uses``."""
-    weight = {key: (uses[key], -float(np.minimum(m, 1e30).mean())) for key, m in pairs.items()}
+def _forest(size: int, says: Mapping[tuple[int, int], float], uses: dict[tuple[int, int], int]) -> _Forest:
+    """A spanning forest of the pairs that say most and were used least; counts its pairs in ``uses``."""
+    weight = {key: (uses[key], -much) for key, much in says.items()}
     parent = list(range(size))
 
     def root(i: int) -> int:
@@ -144,7 +189,7 @@ def _forest(size: int, pairs: dict[tuple[int, int], np.ndarray], uses: dict[tupl
         return i
 
     neighbours: list[list[int]] = [[] for _ in range(size)]
-    for a, b in sorted(pairs, key=weight.__getitem__):
+    for a, b in sorted(says, key=weight.__getitem__):
         if root(a) != root(b):
             parent[root(a)] = root(b)
             neighbours[a].append(b)
@@ -167,7 +212,7 @@ def _forest(size: int, pairs: dict[tuple[int, int], np.ndarray], uses: dict[tupl
     return forest
 
 
-def _marginals(alone: Sequence[np.ndarray], pairs: dict[tuple[int, int], np.ndarray], forest: _Forest) -> list[np.ndarray]:
+def _marginals(alone: Sequence[np.ndarray], pairs: Mapping[tuple[int, int], Slack], forest: _Forest) -> list[np.ndarray]:
     """Least sum over the forest (and all choices outside of its trees at their least) with each candidate fixed.
 
     Every tree is minimised by itself: the other trees add their own minima.
@@ -175,13 +220,11 @@ def _marginals(alone: Sequence[np.ndarray], pairs: dict[tuple[int, int], np.ndar
     total = [a.copy() for a in alone]
     up: dict[int, np.ndarray] = {}
     for child, parent, key in reversed(forest):
-        matrix = pairs[key] if key[0] == child else pairs[key].T
-        up[child] = (total[child][:, None] + matrix).min(axis=0)
+        up[child] = (pairs[key].to_second if key[0] == child else pairs[key].to_first)(total[child])
         total[parent] = total[parent] + up[child]
     for child, parent, key in forest:
-        matrix = pairs[key] if key[0] == parent else pairs[key].T
         above = np.subtract(total[parent], up[child], out=np.full(len(total[parent]), np.inf), where=np.isfinite(up[child]))
-        total[child] = total[child] + (above[:, None] + matrix).min(axis=0)
+        total[child] = total[child] + (pairs[key].to_second if key[0] == parent else pairs[key].to_first)(above)
     children = {child for child, _, _ in forest}
     roots = [g for g in range(len(total)) if g not in children]
     least = [float(t.min()) for t in total]
