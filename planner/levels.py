@@ -28,6 +28,9 @@ _NEAR = 0.85
 _HURTS = 0.02
 """Memory makes a level slower if it raises its bound by more than this part; then the most promising level is planned first."""
 
+_A_LOOK = (1, 2)
+"""So many meshes tell as a rule whether memory hurts."""
+
 _FINE = 1 / 16
 """Mixtures closer than this part of all blocks are not told apart."""
 
@@ -76,8 +79,9 @@ class Tried(Generic[Found]):
 
 
 Try = Callable[[Recompute], Tried[Found]]
-# Lower bounds of any plan's time with a choice, or of those on the first mesh alone: within the memory limit, and without one.
-Promise = Callable[[Recompute, bool], tuple[float, float]]
+# Lower bounds of any plan's time with a choice, within the memory limit and without one: on the first few meshes, or on all. Those above
+# what else is known of need not be tight.
+Promise = Callable[[Recompute, int | None, float], tuple[float, float]]
 
 
 def best(program: Recomputable, limit_bytes: int, attempt: Try[Found], promise: Promise, *, training: bool) -> list[Tried[Found]]:
@@ -103,13 +107,20 @@ def best(program: Recomputable, limit_bytes: int, attempt: Try[Found], promise: 
 
 def _most_promising_first(promise: Promise) -> Iterator[str]:
     """The levels; in their order unless memory makes the first one slower wherever one looks."""
-    for first in (True, False):
-        bound_s, free_bound_s = promise(Recompute(LEVELS[0]), first)
-        if bound_s <= free_bound_s * (1 + _HURTS):
+    for few in _A_LOOK:
+        if _is_unhurt(promise(Recompute(LEVELS[0]), few, math.inf)):
             yield from LEVELS
             return
-    bounds = [bound_s, *(promise(Recompute(level), False)[0] for level in LEVELS[1:])]
-    yield from (LEVELS[k] for k in sorted(range(len(LEVELS)), key=lambda k: (bounds[k], k)))
+    bounds: dict[str, float] = {}
+    for level in (*LEVELS[:0:-1], LEVELS[0]):  # from the one that memory hurts least: what is above its bound need not be known
+        promised = promise(Recompute(level), None, min(bounds.values(), default=math.inf))
+        bounds[level] = promised[0]
+    yield from LEVELS if _is_unhurt(promised) else sorted(LEVELS, key=bounds.__getitem__)
+
+
+def _is_unhurt(promised: tuple[float, float]) -> bool:
+    bound_s, free_bound_s = promised
+    return bound_s <= free_bound_s * (1 + _HURTS)
 
 
 def _mixtures(

@@ -14,7 +14,7 @@ from itertools import islice
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.plan import MeshTried
 from meshwright.planner.on_mesh import Found, OnMesh
-from meshwright.planner.solve.optimise import Effort, Excluded
+from meshwright.planner.solve.optimise import Effort, Excluded, NoPlanFoundError
 
 _NOTHING_FITS = float("inf")
 # Bounds further above the lowest than this part of it are not made any tighter: such meshes are looked at last.
@@ -62,22 +62,23 @@ class Race:
             self._look_at(meshes[k], bounds[k])
         return self
 
-    def bounds_s(self, meshes: Sequence[OnMesh], first: bool) -> tuple[float, float]:
-        """Lower bounds of any plan on any of the meshes, or on the ``first`` alone: within the memory limit, and without one; infinite
-        where the strategy cannot be had."""
-        bounds = dict(islice(self._bounds(meshes), 1 if first else None))
+    def bounds_s(self, meshes: Sequence[OnMesh], few: int | None = None, enough_s: float = math.inf) -> tuple[float, float]:
+        """Lower bounds of any plan on any of the meshes, or on the first ``few``: within the memory limit, and without one; infinite where
+        the strategy cannot be had. Bounds well above ``enough_s`` need not be tight."""
+        bounds = dict(islice(self._bounds(meshes, enough_s), few))
         free = [max(meshes[k].floor_s, meshes[k].unlimited.bound_s) for k in bounds]
         return min(bounds.values(), default=math.inf), min(free, default=math.inf)
 
-    def _bounds(self, meshes: Sequence[OnMesh]) -> Iterator[tuple[int, float]]:
-        """Index and bound of the meshes that the strategy can be had on."""
-        enough = math.inf
+    def _bounds(self, meshes: Sequence[OnMesh], enough_s: float = math.inf, close: float = _CLOSE) -> Iterator[tuple[int, float]]:
+        """Index and bound of the meshes that the strategy can be had on; bounds further above ``enough_s`` or the lowest than
+        ``close`` need not be tight."""
+        enough = enough_s * (1 + close)
         for k in sorted(range(len(meshes)), key=lambda k: (meshes[k].mesh.num_axes > 1, max(meshes[k].mesh.sizes))):
             on, enough = meshes[k], min(enough, self.beat_s)
             bound = on.floor_s if on.floor_s >= enough else self._bound_s(on, enough)
             if bound is not None:
                 yield k, bound
-                enough = min(enough, bound * (1 + _CLOSE))
+                enough = min(enough, bound * (1 + close))
 
     def beat(self, found: Found) -> None:
         """Take a plan that was found otherwise."""
@@ -91,10 +92,13 @@ class Race:
         for on in meshes:
             if on not in open_ones:
                 self._say(on, "excluded", on.floor_s, reason="compute alone takes that long")
-        promise = sorted((on.bound_s(self.name, self.beat_s, self.effort), k) for k, on in enumerate(open_ones))
+        promise = sorted((bound, k) for k, bound in self._bounds(open_ones, close=0.0))
         for rank, (bound, k) in enumerate(promise):
             on = open_ones[k]
-            found = self._solve(on) if bound < self.beat_s and rank < _REFINED else None
+            try:
+                found = self._solve(on) if bound < self.beat_s and rank < _REFINED else None
+            except NoPlanFoundError:
+                found = None
             if isinstance(found, Found):
                 self._say(on, "slower", None, found.outcome.step_time_s, reason=_FEW_ROWS)
                 self.beat(found)
@@ -125,7 +129,10 @@ class Race:
             what = "compute alone takes" if bound_s <= on.floor_s else "its relaxation takes"
             self._say(on, "excluded", bound_s, reason=f"{what} that long")
             return
-        self._take(on, self._solve(on))
+        try:
+            self._take(on, self._solve(on))
+        except NoPlanFoundError:
+            self._say(on, "not better", bound_s, reason="no plan was found within the effort, and none was excluded")
 
     def _solve(self, on: OnMesh) -> Found | Excluded | None:
         """The best plan on a mesh that fits; None where none was found.

@@ -30,7 +30,7 @@ from meshwright.planner.on_mesh import Found, OnMesh, Program, rows_of
 from meshwright.planner.options import Clock, Options
 from meshwright.planner.race import Race
 from meshwright.planner.solve.bundle import Prices
-from meshwright.planner.solve.optimise import Effort, NoPlanFoundError
+from meshwright.planner.solve.optimise import Effort
 from meshwright.planner.solve.strategies import STRATEGIES, axis_name_rules, strategy_named
 from meshwright.planner.spell import checked_plan
 
@@ -116,22 +116,15 @@ class _Levels:
         plan = search.plan(search.raced, finer)
         return replace(plan, notes=(*plan.notes, *_recompute_note(tried[1:])))
 
-    def _promise(self, recompute: Recompute, first: bool) -> tuple[float, float]:
+    def _promise(self, recompute: Recompute, few: int | None, enough_s: float) -> tuple[float, float]:
         search = self._search(recompute)
-        return (math.inf, math.inf) if isinstance(search, Tried) else search.bounds_s(first)
+        return (math.inf, math.inf) if isinstance(search, Tried) else search.bounds_s(few, enough_s)
 
     def _attempt(self, recompute: Recompute) -> Tried[_Search]:
         search = self._search(recompute)
         if isinstance(search, Tried):
             return search
-        try:
-            tried = search.attempt(math.inf if self.best is None or recompute.is_mixed else self.best.step_time_s)
-        except NoPlanFoundError:
-            if not recompute.is_mixed:
-                raise
-            return Tried(
-                recompute, None, math.inf, math.inf, math.inf, False
-            )  # a mixture is one more chance, and not looked for long
+        tried = search.attempt(math.inf if self.best is None or recompute.is_mixed else self.best.step_time_s)
         self.by_program[search.program.capture.graph.hash] = tried
         if self.best is None or tried.step_time_s < self.best.step_time_s:
             self.best = tried
@@ -233,9 +226,9 @@ class _Search:
         with self.clock.phase("check"):
             return checked_plan(self.program, self.raced.name, found, found.bound_s, (), ()).predicted
 
-    def bounds_s(self, first: bool) -> tuple[float, float]:
-        """Lower bounds of any plan on any of the meshes, or on that which is looked at first: within the memory limit, and without."""
-        return Race(strategy_named(self.options.strategy).name, self.options.effort).bounds_s(self.meshes, first)
+    def bounds_s(self, few: int | None, enough_s: float) -> tuple[float, float]:
+        """As :meth:`Race.bounds_s`."""
+        return Race(strategy_named(self.options.strategy).name, self.options.effort).bounds_s(self.meshes, few, enough_s)
 
     def attempt(self, known_s: float) -> Tried[_Search]:
         """What :meth:`race` finds, as one choice of recomputation."""

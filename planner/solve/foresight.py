@@ -49,7 +49,7 @@ class Foresight:
 
     def below(self, restriction: Restriction, cutoff_s: float) -> Restriction | None:
         """The restriction without what only plans of at least ``cutoff_s`` use; None where nothing else is left."""
-        kept = {g: (proved <= cutoff_s * (1 + _EXACT)) & np.isfinite(proved) for g, proved in enumerate(self.proved_s)}
+        kept = {g: (proved <= cutoff_s * (1 + _EXACT)) & (proved < np.inf) for g, proved in enumerate(self.proved_s)}
         kept = {g: mask & restriction.allowed[g] if g in restriction.allowed else mask for g, mask in kept.items()}
         return replace(restriction, allowed=kept) if all(mask.any() for mask in kept.values()) else None
 
@@ -90,7 +90,10 @@ def foresee(
     for _ in range(rounds):
         tried.append(prices)
         messages.price(prices)
-        messages.settle(_PASSES, _WORTH * gap)
+        messages.settle(_PASSES, _WORTH * gap, beat_s)
+        if messages.plain_bound >= beat_s:
+            free_bound = max(free_bound, messages.plain_bound if prices.is_free else -np.inf)
+            return Foresight(messages.plain_bound, free_bound, tuple(proved), prices, None, np.inf, True)
         bound, floors = messages.proved()
         for best, floor in zip(proved, floors, strict=True):
             np.maximum(best, floor, out=best)

@@ -232,13 +232,13 @@ class Messages:
             sent[g, other] = message
         total[g] = total[g] - len(others) * part
 
-    def settle(self, passes: int, rise: float) -> None:
-        """Pass messages until some more passes raise the bound by less than a part of it: at most so many."""
+    def settle(self, passes: int, rise: float, enough_s: float = np.inf) -> None:
+        """Pass messages until the bound is ``enough_s``, or some more passes raise it by less than a part of it: at most so many."""
         before = -np.inf
         for _ in range(0, passes, _AT_ONCE):
             self.sweep(_AT_ONCE)
             now = self.plain_bound
-            if now - before < rise * abs(now):
+            if now >= enough_s or now - before < rise * abs(now):
                 break
             before = now
 

@@ -212,9 +212,9 @@ def without_dominated(network: Network, allowed: np.ndarray) -> np.ndarray:
     n = network.num_nodes
     cost = np.full((n, n), np.inf)
     cost[network.tails[allowed], network.heads[allowed]] = network.seconds[allowed]
+    arcs = np.flatnonzero(allowed)
+    first, second, seconds = cost[network.tails[arcs]], cost[:, network.heads[arcs]].T, network.seconds[arcs, None]
+    replaced = (first + second <= seconds * (1 + 1e-12)) & (first < seconds) & (second < seconds)
     keep = allowed.copy()
-    for arc in np.flatnonzero(allowed):
-        i, j, w = network.tails[arc], network.heads[arc], network.seconds[arc]
-        detour = cost[i, :] + cost[:, j]
-        keep[arc] = not np.any((detour <= w * (1 + 1e-12)) & (cost[i, :] < w) & (cost[:, j] < w))
+    keep[arcs] = ~replaced.any(axis=1)
     return keep
