@@ -134,7 +134,27 @@ class Race:
         except NoPlanFoundError:
             self._say(on, "not better", bound_s, reason="no plan was found within the effort, and none was excluded")
 
-    def _solve(self, on: OnMesh) -> Found | Excluded | None:
+    @property
+    def _rough(self) -> Effort:
+        """The effort of a first look: nothing is split."""
+        return replace(self.effort, columns=0)
+
+    def polish(self) -> None:
+        """Look for a better plan on the best mesh, if the bound there leaves room for one: with the whole effort."""
+        assert self.best is not None
+        found, on = self.best, self.best.on
+        if found.objective_s - found.bound_s <= self.effort.gap * found.objective_s:
+            return
+        better = self._solve(on, self.effort)
+        k = next(k for k, (other, _) in enumerate(self.tried) if other is on)
+        if isinstance(better, Found):
+            self.best = better
+        elif isinstance(better, Excluded):
+            self.best = replace(found, bound_s=max(found.bound_s, better.bound_s))
+        if not on.rows:
+            self.tried[k] = (on, replace(self.tried[k][1], bound_s=self.best.bound_s))
+
+    def _solve(self, on: OnMesh, effort: Effort | None = None) -> Found | Excluded | None:
         """The best plan on a mesh that fits; None where none was found.
 
         The solver sees memory at few points: where a plan turns out larger than the limit, the point of its peak becomes one more,
@@ -143,7 +163,7 @@ class Race:
         """
         bound_s, on.points, at, before = math.inf, dict.fromkeys(self._points, 0), "", 0
         for _ in range(_TIGHTENINGS):
-            found = on.solve(self.name, effort=self.effort, beat_s=self.beat_s)
+            found = on.solve(self.name, effort=effort or self._rough, beat_s=self.beat_s)
             if found is None and on.points.get(at, 0) > before + 1:
                 on.points[at] = (before + on.points[at]) // 2
                 continue

@@ -261,6 +261,7 @@ class _Search:
             known += [f for _, f in others if f is not None]
         if name == "auto" and finer is not None and not self.options.pins:
             best = self._finer(race, best, known, finer(best.on.where))
+        best = self._polished(race, best)
         with self.clock.phase("check"):
             bound = min(race.bound_s(), best.objective_s, *([best.on.floor_s] if best.on.rows else []))
             plan = checked_plan(self.program, name, best, bound, alternatives, _told(race, best))
@@ -292,6 +293,14 @@ class _Search:
         race.beat(best)
         rows = rows_of(known, len(self.program.clusters.clusters))
         race.refine([OnMesh(self.program, where, rows) for where in meshes])
+        assert race.best is not None
+        return race.best
+
+    def _polished(self, race: Race, best: Found) -> Found:
+        """The plan of the race with more effort; others, which were found otherwise, as they are."""
+        if best is not race.best:
+            return best
+        race.polish()
         assert race.best is not None
         return race.best
 

@@ -102,6 +102,28 @@ def test_a_chain_without_overlap_and_limit_is_solved_by_messages_alone():
     assert exact > 100
 
 
+def test_values_with_several_readers_are_exact_where_there_is_no_cycle():
+    """One choice feeds all others by one flow: the bound is the optimum, arcs bought once for two or three readers."""
+    exact, shared = 0, 0
+    for seed in range(300):
+        problem = replace(random_problem(seed), memory_limit_bytes=None, tie_hidden=1.0)
+        flow = next((f for f in problem.flows if len({d.choice for d in f.demands} - {f.supply, None}) > 1), None)
+        if flow is None:
+            continue
+        readers = list({d.choice: d for d in flow.demands if d.choice not in (flow.supply, None)}.values())[:3]
+        problem = replace(problem, flows=(replace(flow, demands=tuple(readers), hidden=False),))
+        best = optimise(problem, Restriction(), NetworkCache(), EXACT)
+        if best is None:
+            continue
+        messages = Messages(problem, Restriction(), NetworkCache())
+        messages.sweep(2)
+        bound, _ = messages.proved()
+        assert bound == pytest.approx(best.objective_s, abs=1e-5), seed
+        exact += 1
+        shared += len(readers) == 3
+    assert exact > 50 and shared > 5
+
+
 def test_the_smallest_plan_by_messages_is_that_of_enumeration_where_they_prove_one():
     met = 0
     for seed in range(150):

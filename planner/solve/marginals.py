@@ -97,7 +97,9 @@ class Slack:
     offset: np.ndarray | float = 0.0
 
     @classmethod
-    def of(cls, matrix: np.ndarray, from_first: np.ndarray, from_second: np.ndarray, groups: Groups | None) -> tuple[Slack, float]:
+    def of(
+        cls, matrix: np.ndarray, from_first: np.ndarray, from_second: np.ndarray, groups: Groups | None
+    ) -> tuple[Slack, float]:
         """What is left of a pair after messages to the second and to the first, and its least."""
         if groups is None:
             left = matrix - from_first - from_second[:, None]

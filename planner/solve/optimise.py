@@ -33,6 +33,7 @@ __all__ = [
 
 # How far above the bound that is foreseen the best plan is expected, at first and when that was wrong; then anywhere.
 _LIKELY = (1.03, 1.1, 1.3, np.inf)
+_EXACT = 1e-6
 
 
 def optimise(
@@ -88,7 +89,14 @@ def optimise_below(
     for likely in _LIKELY:
         cutoff_s = min(beat_s, likely * ahead.bound_s)
         found = Search(problem, settled, cache, effort, cutoff_s, unlimited, ahead).run()
-        if cutoff_s >= beat_s or (isinstance(found, Solution) and found.objective_s <= cutoff_s):
+        if cutoff_s >= beat_s:
+            break
+        if isinstance(found, Solution):  # better ones, if any, cost more than the cutoff and less than this
+            if found.objective_s * (1 - effort.gap) > cutoff_s:
+                ahead = replace(ahead, chosen=found.chosen, about_s=found.objective_s)
+                found = Search(
+                    problem, settled, cache, effort, min(beat_s, found.objective_s * (1 + _EXACT)), unlimited, ahead
+                ).run()
             break
     return found
 
