@@ -32,7 +32,8 @@ from meshwright.planner.pipelined import PipelineRequest
 from meshwright.planner.repeat import Folded, capture_folded
 from meshwright.planner.solve.results import has_loss
 from meshwright.planner.solve.strategies import IN_STAGES, strategy_named
-from meshwright.planner.staging import Devices, StageSearch
+from meshwright.planner.stage_space import Devices
+from meshwright.planner.staging import StageSearch
 from meshwright.report.units import parse_bytes
 from meshwright.target import Target
 

@@ -48,6 +48,13 @@ def _none(_: OpGraph) -> dict[int, TimeSpecs]:
     return {}
 
 
+def _lifted(graph: OpGraph) -> dict[str, tuple[Row, ...]]:
+    return Lifted(graph, rules.rows_for).rows
+
+
+_LIFTED: Known[OpGraph, dict[str, tuple[Row, ...]]] = Known(_lifted)
+
+
 _FOUND: Known[OpGraph, dict[int, TimeSpecs]] = Known(_none)
 
 
@@ -108,7 +115,7 @@ class _Walk:
             i.value.name: S(0) if i.role == "input" and i.value.shape and i.value.shape[0] == batch else R for i in graph.inputs
         }
         self.parameters = {i.value.name for i in graph.inputs_of("parameter")}
-        self.known = Lifted(graph, rules.rows_for).rows
+        self.known = _LIFTED(graph)
         self.rows: dict[str, Row] = {}
         self.made: dict[str, Placement] = dict(self.inputs)
 

@@ -21,6 +21,7 @@ from meshwright.planner.ir.cluster import ClusterGraph
 from meshwright.planner.ir.errors import InfeasibleError, NoRuleError
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.hardware import Hardware
+from meshwright.planner.ir.known import Known
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.recompute import Recompute
 from meshwright.planner.meshes import LogicalMesh
@@ -107,7 +108,18 @@ class Program:
         clusters = _clusters(capture, options, clock)
         floors, limit = Floors(clusters, hardware.device), options.memory_limit(hardware)
         recompute, prices = recompute or Recompute(), {} if prices is None else prices
-        return cls(capture, clusters, floors, KernelFloors(clusters), options, clock, limit, pins, recompute, prices)
+        return cls(
+            capture,
+            clusters,
+            floors,
+            KernelFloors(capture.graph, clusters, hardware.device),
+            options,
+            clock,
+            limit,
+            pins,
+            recompute,
+            prices,
+        )
 
     def floor_bytes(self, num_devices: int) -> float:
         """Lower bound of any plan's memory: parameters and saved activations sharded over all devices."""
@@ -133,7 +145,21 @@ class Program:
 
 
 def _clusters(capture: Capture, options: Options, clock: Clock) -> ClusterGraph:
-    """Fused and folded clusters. Where a kernel would span several copies of a block, values between blocks stay apart."""
+    """Fused and folded clusters, once per program. Where a kernel would span several copies of a block, values between blocks stay apart."""
+    known = _CLUSTERS(capture)
+    if options.on_missing_rule not in known:
+        known[options.on_missing_rule] = _made_clusters(capture, options, clock)
+    return known[options.on_missing_rule]
+
+
+def _none(_: Capture) -> dict[str, ClusterGraph]:
+    return {}
+
+
+_CLUSTERS: Known[Capture, dict[str, ClusterGraph]] = Known(_none)
+
+
+def _made_clusters(capture: Capture, options: Options, clock: Clock) -> ClusterGraph:
     apart = frozenset[str]().union(*(r.apart for r in capture.repeats))
     try:
         return _clusters_apart(capture, options, clock, apart)
@@ -205,7 +231,7 @@ def _costs(program: Program, where: LogicalMesh) -> CostModel | MicroCosts:
 
 
 @dataclass(frozen=True)
-class _Task:
+class Task:
     """A strategy's problem on a mesh.
 
     Attributes:
@@ -240,7 +266,7 @@ class OnMesh:
         self.points: dict[str, int] = {}
         self.costs = _costs(program, where)
         self._built: dict[tuple[str, ...], Tables] = {}
-        self._tasks: dict[tuple[str, bool], _Task] = {}
+        self._tasks: dict[tuple[str, bool], Task] = {}
 
     @property
     def mesh(self) -> MeshShape:
@@ -332,7 +358,7 @@ class OnMesh:
         ahead = self._task(name, limited=True, beat_s=0.0).ahead
         return ahead.about_s <= ahead.bound_s * (1 + self.program.options.effort.gap)
 
-    def _task(self, name: str, *, limited: bool, beat_s: float, effort: Effort | None = None) -> _Task:
+    def _task(self, name: str, *, limited: bool, beat_s: float, effort: Effort | None = None) -> Task:
         """A strategy's problem, and what is known of it; computed once, and again where a bound was once high enough that is not now."""
         known = self._tasks.get((name, limited))
         if known is None or (known.ahead.is_short and known.ahead.bound_s < beat_s):
@@ -347,7 +373,7 @@ class OnMesh:
                     self.unlimited.bound_s = max(self.unlimited.bound_s, ahead.free_bound_s)
                 if ahead.chosen is not None or name not in self.program.prices:
                     self.program.prices[name] = ahead.prices
-                self._tasks[name, limited] = _Task(tables, problem, settled or whole, ahead)
+                self._tasks[name, limited] = Task(tables, problem, settled or whole, ahead)
         return self._tasks[name, limited]
 
     @property
@@ -428,11 +454,31 @@ class OnMesh:
             solution = optimise(change(tables), whole, tables.cache, effort, objective=objective)
             return None if solution is None else self._found(name, tables, problem, whole, solution)
 
-    def kernels_s(self) -> float:
-        """A lower bound of any plan's time here, from kernels of the size of a micro-batch: between :attr:`floor_s` and a solution."""
+    def foresee_changed(self, name: str, change: Callable[[Tables], Problem], effort: Effort, beat_s: float) -> Task:
+        """What is known of a problem that ``change`` makes of a strategy's usual one, before it is solved; see :meth:`solve_task`. The
+        search for a higher bound stops at ``beat_s``.
+
+        Raises:
+            InputError: the strategy cannot be had of this batch, or a pin does not suit.
+        """
+        tables = self.tables_for(name)
         with self.program.clock.phase("bound"):
-            follows = self._follows("auto")
-            return float(self.program.kernels.seconds(self.mesh.sizes, follows, self._following(follows), self.costs))
+            whole, problem = self._whole(name, tables), change(tables)
+            settled, key = settle_avoided(problem, whole, tables.cache, effort), f"{name} in stages"
+            likely = self.program.prices.get(key)
+            ahead = look_ahead(problem, settled, tables.cache, effort, beat_s, likely) if settled else nothing_left(problem)
+            self.program.prices[key] = ahead.prices
+            return Task(tables, problem, settled or whole, ahead)
+
+    def solve_task(self, name: str, task: Task, effort: Effort, beat_s: float) -> Found | Excluded | None:
+        """The best plan of a problem that :meth:`foresee_changed` has looked at, of those that cost less than ``beat_s``; what it costs is
+        told as without the change. None where nothing fits."""
+        with self.program.clock.phase("solve"):
+            tables, whole = task.tables, task.restriction
+            solution = optimise_below(task.problem, whole, tables.cache, effort, beat_s, ahead=task.ahead)
+            if solution is None or isinstance(solution, Excluded):
+                return solution
+            return self._found(name, tables, replace(tables.problem, memory_limit_bytes=None), whole, solution)
 
     def _found(self, name: str, tables: Tables, problem: Problem, whole: Restriction, solution: Solution) -> Found:
         """A solution with what it costs and what is to be said of it."""

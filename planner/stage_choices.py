@@ -62,7 +62,7 @@ def micro_batch_counts(graph: OpGraph, degree: int, asked: PipelineRequest, devi
     batch = batch_length(graph)
     divisors = [n for n in range(1, max(MICRO_BATCHES_PER_RANK) * degree + 1) if batch % n == 0]
     try:
-        time_specs(graph, divisors[-1])
+        time_specs(graph, divisors[1] if len(divisors) > 1 else 1)
     except InputError:
         return (1,)
     found = [max(n for n in divisors if n <= each * degree) for each in MICRO_BATCHES_PER_RANK]

@@ -7,6 +7,7 @@ and backward and what it sends and receives; exact, by dynamic programming over 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,6 +32,9 @@ from meshwright.planner.solve.segments import hidden_values
 
 SLACK = 0.01
 """How much longer than the best possible the slowest stage may take, to send fewer bytes."""
+
+_ROUNDED = 1 + 1e-9
+"""Windows of places are that much wider than sums of work say."""
 
 _VIEWS = frozenset(f"aten.{n}.default" for n in ("permute", "reshape", "expand", "_to_copy", "clone", "unsqueeze"))
 
@@ -313,9 +317,9 @@ def choose_cuts(found: Profile, stages: int, link: Link, micro_batches: int) -> 
     total = np.concatenate([[0.0], np.cumsum(found.work_s)[places], [found.work_s.sum()]])
     sizes = np.concatenate([[0.0], found.alive_bytes[places], [0.0]])
     sent = np.where(sizes > 0, 2 * (sizes / link.bytes_per_s + micro_batches * link.latency_s), 0.0)
-    load = total[None, :] - total[:, None] + sent[None, :] + sent[:, None]
-    best = _least_maximum(load, stages)
-    chosen = _fewest_bytes(load, sizes, stages, best * (1 + SLACK))
+    chain = _Loads(total, sent)
+    best = chain.least_maximum(stages)
+    chosen = chain.fewest_bytes(sizes, stages, best * (1 + SLACK))
     return tuple(found.names[places[j - 1]] for j in chosen)
 
 
@@ -335,28 +339,58 @@ def cut_places(found: Profile, stages: int) -> np.ndarray:
     return places
 
 
-def _least_maximum(load: np.ndarray, stages: int) -> float:
-    """Least possible load of the most loaded stage; ``load[i, j]`` is that of the stage from place ``i`` to place ``j``."""
-    n = len(load)
-    upper = np.where(np.arange(n)[:, None] < np.arange(n)[None, :], load, np.inf)
-    reach = upper[0]
-    for _ in range(stages - 1):
-        reach = np.maximum(reach[:, None], upper).min(axis=0)
-    return float(reach[-1])
+class _Loads:
+    """What stages from one place to another have to do; the first place is the start of the program, the last its end.
 
+    Args:
+        total: work before each place, float64 [places].
+        sent: what a stage that begins or ends there sends and receives, float64 [places].
+    """
 
-def _fewest_bytes(load: np.ndarray, sizes: np.ndarray, stages: int, limit: float) -> list[int]:
-    """Cuts whose stages all stay within ``limit`` and that send the fewest bytes; places by number from 1."""
-    n = len(load)
-    legal = (np.arange(n)[:, None] < np.arange(n)[None, :]) & (load <= limit)
-    cost = np.where(legal[0], sizes, np.inf)
-    behind = []
-    for _ in range(stages - 1):
-        step = np.where(legal, cost[:, None] + sizes[None, :], np.inf)
-        behind.append(step.argmin(axis=0))
-        cost = step.min(axis=0)
-    at, chosen = n - 1, []
-    for previous in reversed(behind):
-        at = int(previous[at])
-        chosen.append(at)
-    return chosen[::-1]
+    def __init__(self, total: np.ndarray, sent: np.ndarray):
+        self._total, self._sent = total, sent
+
+    def _between(self, before: slice, behind: slice) -> np.ndarray:
+        """Load of the stage from each place to each other, infinite where it does not come behind it."""
+        total, sent = self._total, self._sent
+        load = total[None, behind] - total[before, None] + sent[None, behind] + sent[before, None]
+        later = np.arange(before.start, before.stop)[:, None] < np.arange(behind.start, behind.stop)[None, :]
+        return np.where(later, load, np.inf)
+
+    def _windows(self, stages: int, limit: float) -> list[slice]:
+        """Where the first ``k`` stages can end if none has more than ``limit`` of work; at the last place in the end."""
+        total, number = self._total, np.arange(1, stages)
+        most = np.searchsorted(total, number * limit * _ROUNDED, side="right")
+        least = np.searchsorted(total, total[-1] - (stages - number) * limit * _ROUNDED, side="left")
+        inner = [slice(max(int(a), k), min(int(b), len(total) - stages + k)) for k, a, b in zip(number, least, most, strict=True)]
+        return [slice(0, 1), *inner, slice(len(total) - 1, len(total))]
+
+    def least_maximum(self, stages: int) -> float:
+        """Least possible load of the most loaded stage."""
+        reach, windows = np.zeros(1), self._windows(stages, self._near_equal(stages))
+        for before, behind in itertools.pairwise(windows):
+            reach = np.maximum(reach[:, None], self._between(before, behind)).min(axis=0)
+        return float(reach[-1])
+
+    def _near_equal(self, stages: int) -> float:
+        """The most loaded of stages that end near equal parts of the work."""
+        total, number = self._total, np.arange(1, stages)
+        ends = np.searchsorted(total, total[-1] * number / stages)
+        ends = np.maximum.accumulate(ends - number) + number  # one place each
+        ends = np.minimum(ends, len(total) - 1 - stages + number)
+        at = np.array([0, *ends, len(total) - 1])
+        return float((np.diff(total[at]) + self._sent[at[1:]] + self._sent[at[:-1]]).max())
+
+    def fewest_bytes(self, sizes: np.ndarray, stages: int, limit: float) -> list[int]:
+        """Cuts whose stages all stay within ``limit`` and that send the fewest bytes; places by number from 1."""
+        windows, cost, behind = self._windows(stages, limit), np.zeros(1), list[np.ndarray]()
+        for before, after in itertools.pairwise(windows):
+            legal = self._between(before, after) <= limit
+            step = np.where(legal, cost[:, None] + sizes[None, after], np.inf)
+            behind.append(step.argmin(axis=0))
+            cost = step.min(axis=0)
+        at, chosen = 0, []
+        for previous, window in zip(reversed(behind[1:]), reversed(windows[1:-1]), strict=True):
+            at = int(previous[at])
+            chosen.append(window.start + at)
+        return chosen[::-1]

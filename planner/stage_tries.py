@@ -9,7 +9,7 @@ from meshwright.planner.ir.hardware import Link
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.recompute import Recompute
 from meshwright.planner.meshes import LogicalMesh
-from meshwright.planner.on_mesh import Found, OnMesh
+from meshwright.planner.on_mesh import Found, OnMesh, Task
 from meshwright.planner.pipelined import PipelineRequest, Uncut
 
 _SIMPLER = 0.01
@@ -21,14 +21,17 @@ class Try:
     """A combination, and how far it has been worked out.
 
     Attributes:
-        seconds: estimate of its step.
+        seconds: what its step is expected to take.
         order: of being made, to break ties.
         degree: ranks along the pipeline axis; ``micro_batches`` how many.
         where: the mesh inside a stage; ``link`` between stages.
         recompute: what the backward computes again.
         room: part of the memory limit that the solver may use.
         tries: how often that was lowered.
-        on: the problem, once it is built.
+        bound_s: what any step with it takes at least.
+        kernels_s: what its kernels alone take at least.
+        less: whether it was tried with more recomputation.
+        on: where it is looked at, once it is; ``task`` its problem, and what is known of it.
         found: its solution, once there is one.
     """
 
@@ -41,7 +44,11 @@ class Try:
     recompute: Recompute = field(compare=False, default_factory=Recompute)
     room: float = field(compare=False, default=1.0)
     tries: int = field(compare=False, default=0)
+    bound_s: float = field(compare=False, default=0.0)
+    kernels_s: float = field(compare=False, default=0.0)
+    less: bool = field(compare=False, default=False)
     on: OnMesh | None = field(compare=False, default=None)
+    task: Task | None = field(compare=False, default=None)
     found: Found | None = field(compare=False, default=None)
 
 

@@ -220,7 +220,9 @@ class Priced:
         v = self._at[key]
         return pieces.reshape(len(self.index), len(self._at), -1)[:, v, : self._num_dims[v]]
 
-    def cut(self, placements: Sequence[Placement], dim: int, sizes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    def cut(
+        self, placements: Sequence[Placement], dim: int, sizes: tuple[int, ...] | np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Groups that ``dim`` is cut in (1: none), and the plain pieces it is cut in before, int [candidates]."""
         on_dim = [p.is_shard and p.dim == dim for p in placements]
         split = np.array([p.split if on else 1 for p, on in zip(placements, on_dim, strict=True)], dtype=np.int64)
@@ -249,7 +251,9 @@ def priced_columns(cluster: Cluster, rows: Sequence[ClusterRow]) -> Columns:
     return found
 
 
-def _kernel_s(cluster: Cluster, priced: Priced, local: Callable[[tuple], Local], sizes: tuple, device: Device) -> np.ndarray:
+def _kernel_s(
+    cluster: Cluster, priced: Priced, local: Callable[[tuple], Local], sizes: tuple[int, ...] | np.ndarray, device: Device
+) -> np.ndarray:
     """Seconds of arithmetic of all ops of a cluster."""
     total = np.zeros(len(priced))
     for i, op in enumerate(cluster.ops):
@@ -331,7 +335,15 @@ def clusters_seconds(parts: Sequence[tuple[Cluster, Priced]], sizes: tuple[int, 
     return [found[id(priced)] for _, priced in parts]
 
 
-def _seconds(cluster: Cluster, priced: Priced, pieces: np.ndarray, sizes: tuple[int, ...], device: Device) -> np.ndarray:
+def seconds_by_size(cluster: Cluster, priced: Priced, sizes: np.ndarray, device: Device) -> np.ndarray:
+    """Seconds of a cluster where every candidate is on a mesh of its own, float64 [candidates]; ``sizes`` of their axes [candidates, axes]."""
+    columns = len(priced.shape) // max(len(priced), 1)
+    return _seconds(cluster, priced, piece_shapes(priced.shape, priced.cuts, np.repeat(sizes, columns, axis=0)), sizes, device)
+
+
+def _seconds(
+    cluster: Cluster, priced: Priced, pieces: np.ndarray, sizes: tuple[int, ...] | np.ndarray, device: Device
+) -> np.ndarray:
     working = sum(not is_free(op) for op in cluster.ops)
     if not working:
         return np.zeros(len(priced))

@@ -58,7 +58,7 @@ class Cuts:
     def num_axes(self) -> int:
         return self.dim.shape[-1]
 
-    def parts(self, sizes: Sequence[int], num_dims: int) -> np.ndarray:
+    def parts(self, sizes: Sequence[int] | np.ndarray, num_dims: int) -> np.ndarray:
         """In how many parts each dim is cut, int64 [..., dims]."""
         return _product(self.dim, sizes, num_dims)
 
@@ -93,17 +93,25 @@ def stacked(shapes: Sequence[np.ndarray]) -> np.ndarray:
     return found
 
 
-def _product(dim: np.ndarray, sizes: Sequence[int], num_dims: int) -> np.ndarray:
+def _product(dim: np.ndarray, sizes: Sequence[int] | np.ndarray, num_dims: int) -> np.ndarray:
+    """``sizes`` may differ: int64 [..., axes]."""
     found = np.ones((*dim.shape[:-1], num_dims), dtype=np.int64)
     dims = np.arange(num_dims)
+    if isinstance(sizes, np.ndarray):
+        for axis in range(dim.shape[-1]):
+            found *= np.where(dim[..., axis, None] == dims, sizes[..., axis, None], 1)
+        return found
     for axis, n in enumerate(sizes):
         if n > 1:
             found *= np.where(dim[..., axis, None] == dims, n, 1)
     return found
 
 
-def piece_shapes(shape: np.ndarray, cuts: Cuts, sizes: Sequence[int]) -> np.ndarray:
-    """Shapes of the largest pieces, int64 [..., dims]; see :func:`~meshwright.planner.ir.spec.max_local_shape`."""
+def piece_shapes(shape: np.ndarray, cuts: Cuts, sizes: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Shapes of the largest pieces, int64 [..., dims]; see :func:`~meshwright.planner.ir.spec.max_local_shape`.
+
+    ``sizes`` of the mesh axes may be others for each: int64 [..., axes].
+    """
     return -(-shape // cuts.parts(sizes, shape.shape[-1]))
 
 
