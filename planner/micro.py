@@ -48,11 +48,11 @@ def _none(_: OpGraph) -> dict[int, TimeSpecs]:
     return {}
 
 
-def _lifted(graph: OpGraph) -> dict[str, tuple[Row, ...]]:
+def _lifted(graph: OpGraph) -> dict[str, tuple[Row, ...] | None]:
     return Lifted(graph, rules.rows_for).rows
 
 
-_LIFTED: Known[OpGraph, dict[str, tuple[Row, ...]]] = Known(_lifted)
+_LIFTED: Known[OpGraph, dict[str, tuple[Row, ...] | None]] = Known(_lifted)
 
 
 _FOUND: Known[OpGraph, dict[int, TimeSpecs]] = Known(_none)

@@ -59,6 +59,10 @@ class TimeRows:
             return Row((R,) * len(op.ins), tuple(None if v is None else R for v in op.outs))
         return Row(tuple(p[0] for p in spec.ins), tuple(None if p is None else p[0] for p in spec.outs))
 
+    def is_once(self, value: str) -> bool:
+        """Whether a value is brought to where it is needed once per step, however many micro-batches there are."""
+        return value in self.late or (self.made[value].is_partial and value in self.whole)
+
     def _complete(self, graph: OpGraph) -> set[str]:
         """Values that are known only when all micro-batches have run; what inputs alone make, a pre-pass knows before."""
         found: set[str] = set()

@@ -317,7 +317,7 @@ def choose_cuts(found: Profile, stages: int, link: Link, micro_batches: int) -> 
     total = np.concatenate([[0.0], np.cumsum(found.work_s)[places], [found.work_s.sum()]])
     sizes = np.concatenate([[0.0], found.alive_bytes[places], [0.0]])
     sent = np.where(sizes > 0, 2 * (sizes / link.bytes_per_s + micro_batches * link.latency_s), 0.0)
-    chain = _Loads(total, sent)
+    chain = Loads(total, sent)
     best = chain.least_maximum(stages)
     chosen = chain.fewest_bytes(sizes, stages, best * (1 + SLACK))
     return tuple(found.names[places[j - 1]] for j in chosen)
@@ -339,7 +339,7 @@ def cut_places(found: Profile, stages: int) -> np.ndarray:
     return places
 
 
-class _Loads:
+class Loads:
     """What stages from one place to another have to do; the first place is the start of the program, the last its end.
 
     Args:

@@ -29,6 +29,8 @@ FIRST_TRIED = 4
 """Micro-batches per rank that a named strategy is tried with first; other numbers only for what is best with it."""
 
 _UNLIMITED = 1 << 60
+_ONCE_BYTES = 6
+"""Bytes moved per element of a parameter once per step, for what is expected: its gradient of 4 and its copy of 2."""
 
 
 @dataclass(frozen=True)
@@ -186,8 +188,9 @@ class Space:
     def bound_by_kernels(self, items: Sequence[Try]) -> None:
         """What kernels alone say of combinations of one level."""
         for item, work_s in zip(items, self._kernels_s(items).tolist(), strict=True):
-            item.kernels_s = work_s * self.share(item)
+            item.kernels_s, item.once_s = work_s * self.share(item), self._once_s(item)
             self.bound(item, work_s)
+            item.seconds = max(item.seconds, item.kernels_s + item.once_s)
 
     def _kernels_s(self, items: Sequence[Try]) -> np.ndarray:
         """Least kernels for the whole batch on the devices of one stage, float64 [items]."""
@@ -197,6 +200,23 @@ class Space:
             for group in by_number_of_axes(shapes):
                 found[group] = program.kernels.seconds([shapes[k] for k in group], late)
         return found
+
+    def _once_s(self, item: Try) -> float:
+        """About the seconds that a rank's parameters take to be gathered and their gradients to be summed, once per step."""
+        axes = zip(item.where.mesh.sizes, item.where.rules, item.where.hardware.links, strict=False)
+        data = [(n, link) for n, rule, link in axes if rule.compute != "free" and n > 1]
+        if not data or not self.program().capture.training:
+            return 0.0
+        devices = math.prod(n for n, _ in data)
+        slowest = min(link.bytes_per_s for _, link in data)
+        held = self._parameter_numel * devices / self.devices.count
+        return held * _ONCE_BYTES * (1 - 1 / devices) / slowest
+
+    @cached_property
+    def _parameter_numel(self) -> float:
+        program = self.program()
+        values = [i.value for i in program.capture.graph.inputs_of("parameter") if i.trainable]
+        return float(sum(math.prod(v.shape) * program.clusters.times(v.name) for v in values))
 
     def _shape(self, item: Try) -> Shape:
         follows = [rule.compute for rule in item.where.rules] or ["free"] * item.where.mesh.num_axes

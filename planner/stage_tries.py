@@ -30,6 +30,7 @@ class Try:
         tries: how often that was lowered.
         bound_s: what any step with it takes at least.
         kernels_s: what its kernels alone take at least.
+        once_s: about what its gradients and parameters take to be sent once per step.
         less: whether it was tried with more recomputation.
         on: where it is looked at, once it is; ``task`` its problem, and what is known of it.
         found: its solution, once there is one.
@@ -46,6 +47,7 @@ class Try:
     tries: int = field(compare=False, default=0)
     bound_s: float = field(compare=False, default=0.0)
     kernels_s: float = field(compare=False, default=0.0)
+    once_s: float = field(compare=False, default=0.0)
     less: bool = field(compare=False, default=False)
     on: OnMesh | None = field(compare=False, default=None)
     task: Task | None = field(compare=False, default=None)

@@ -28,6 +28,7 @@ from meshwright.planner.ir.graph import OpGraph
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.recompute import LEVELS, Recompute
 from meshwright.planner.levels import Recomputable
+from meshwright.planner.micro_costs import MicroCosts
 from meshwright.planner.on_mesh import Found
 from meshwright.planner.options import Clock, Options
 from meshwright.planner.pipelined import Lying, PipelineRequest, Uncut, too_large
@@ -140,7 +141,9 @@ class StageSearch:
     def _promised_less(self, item: Try) -> bool:
         """Whether a combination should wait: by what others that are cut alike communicate, and what memory costs others in flight alike, it
         promises less than it did."""
-        likely_s = item.kernels_s * self._spent.get(_cut_inside(item), 1.0) * self._hurt.get(_in_flight(item), 1.0)
+        likely_s = (item.kernels_s * self._spent.get(_cut_inside(item), 1.0) + item.once_s) * self._hurt.get(
+            _in_flight(item), 1.0
+        )
         if likely_s <= item.seconds:
             return False
         item.seconds = likely_s
@@ -151,7 +154,8 @@ class StageSearch:
         """What others can be expected to take, from what was foreseen of one without a memory limit and with it."""
         if 0 < item.kernels_s <= free_s < math.inf:
             inside, flying = _cut_inside(item), _in_flight(item)
-            self._spent[inside] = min(free_s / item.kernels_s, self._spent.get(inside, math.inf))
+            spent = max(1.0, (free_s - item.once_s) / item.kernels_s)
+            self._spent[inside] = min(spent, self._spent.get(inside, math.inf))
             self._hurt[flying] = min(max(1.0, bound_s / free_s), self._hurt.get(flying, math.inf))
 
     def _work_on(self, item: Try, enough_s: float) -> Finished | None:
@@ -195,7 +199,7 @@ class StageSearch:
             found = None  # memory is so short that the little effort of this search finds nothing: more recomputation comes next
         if isinstance(found, Found):
             item.found = found
-            self.space.bound(item, found.outcome.step_time_s)
+            self.space.bound(item, found.solution.objective_s)
             item.seconds = item.bound_s
             heapq.heappush(self._heap, item)
         elif found is None:
@@ -211,7 +215,15 @@ class StageSearch:
         """The problem with the memory that one rank has; that of the least memory has no limit."""
         limit = int(self.options.memory_limit(item.where.hardware) * item.room) if objective == "time" else None
         whole = item.micro_batches > 1 and (self.name == "auto" or strategy_named(self.name).whole_gradients)
-        return lambda tables: as_one_rank(tables, item.degree, item.micro_batches, whole_sums=whole, limit_bytes=limit)
+        busy = 1 / (self.space.share(item) * item.degree)
+
+        def change(tables: Tables) -> Problem:
+            assert item.on is not None
+            once = item.on.costs.time.is_once if isinstance(item.on.costs, MicroCosts) else lambda value: False
+            count = item.degree, item.micro_batches
+            return as_one_rank(tables, *count, whole_sums=whole, limit_bytes=limit, once=once, busy=busy)
+
+        return change
 
     def _solved(self, item: Try, effort: Effort, objective: str = "time") -> Found | None:
         """The best plan, or that of the least memory."""
@@ -268,7 +280,7 @@ class StageSearch:
     def _go_on(self, done: Finished) -> None:
         """The same with less memory: more recomputation, less room for the solver."""
         assert done.item.found is not None, "a finished combination has been solved"
-        work_s = done.item.found.outcome.step_time_s
+        work_s = done.item.found.solution.objective_s
         self._with_less(done.item, 0.0)
         if done.item.tries < ROOMS:
             over = done.plan.predicted.peak_memory_bytes / done.uncut.limit_bytes

@@ -23,7 +23,7 @@ from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.spec import S
 from meshwright.planner.ir.verify import verify_plan
 from meshwright.planner.micro import time_specs
-from meshwright.planner.stage_cuts import Profile, choose_cuts, profile
+from meshwright.planner.stage_cuts import Loads, Profile, choose_cuts, profile
 from tests.helpers import pipelines
 from tests.helpers.equality import FLOOR, RTOL, compare
 from tests.helpers.models import ALL
@@ -261,3 +261,30 @@ def test_a_stage_is_planned_so_that_its_devices_can_share_every_micro_batch(micr
 def test_devices_that_cannot_share_a_micro_batch_are_refused():
     with pytest.raises(InfeasibleError, match="no plan on mesh 2x2 satisfies 4 micro-batches"):
         planned("gpt2", (2, 2), "ddp", micro_batches=4)
+
+
+def test_cuts_within_windows_are_those_of_all_places():
+    rng = np.random.default_rng(0)
+    for case in range(200):
+        places = int(rng.integers(2, 25))
+        work = np.ones(places) if case % 3 == 0 else rng.random(places) * rng.choice([0, 1, 1, 1], places)
+        total, sizes = np.append(0.0, np.cumsum(work)), np.array([0.0, *rng.choice([1.0, 1.0, 2.0, 3.0], places - 1), 0.0])
+        sent, stages = sizes * rng.choice([0.0, 0.01, 0.2]), int(rng.integers(2, places + 1))
+        loads = Loads(total, sent)
+
+        def load(i: int, j: int, total: np.ndarray = total, sent: np.ndarray = sent) -> float:
+            return float(total[j] - total[i] + sent[j] + sent[i])
+
+        least, cheapest = {(0, 0): 0.0}, {(0, 0): 0.0}
+        for k in range(1, stages + 1):
+            for j in range(k, places + 1):
+                least[k, j] = min(max(least.get((k - 1, i), np.inf), load(i, j)) for i in range(j))
+        limit = least[stages, places] * 1.01
+        for k in range(1, stages + 1):
+            for j in range(k, places + 1):
+                fitting = [cheapest.get((k - 1, i), np.inf) for i in range(j) if load(i, j) <= limit]
+                cheapest[k, j] = min(fitting, default=np.inf) + sizes[j]
+        assert loads.least_maximum(stages) == pytest.approx(least[stages, places]), case
+        ends = [0, *loads.fewest_bytes(sizes, stages, limit), places]
+        assert all(load(i, j) <= limit for i, j in itertools.pairwise(ends)), case
+        assert sizes[ends].sum() == pytest.approx(cheapest[stages, places]), case

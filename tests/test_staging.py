@@ -13,6 +13,8 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.inputs import call_of, model_of
+from meshwright.planner import rules
+from meshwright.planner.fuse import fuse
 from meshwright.planner.ir.errors import InfeasibleError, InputError
 from meshwright.planner.ir.pipeline import check_schedule
 from meshwright.planner.ir.plan import Plan
@@ -21,6 +23,7 @@ from meshwright.planner.micro_costs import MicroCosts, TimeRows
 from meshwright.planner.orders import orders
 from meshwright.planner.pipelined import PipelineRequest
 from meshwright.planner.simulate import simulate
+from meshwright.planner.solve.segments import hidden_values
 from meshwright.planner.stage_choices import micro_batch_counts, schedules
 from meshwright.planner.stage_cuts import profile
 from meshwright.planning import Request, capture_call
@@ -79,7 +82,8 @@ def seconds_of_stages(plan: Plan) -> list[float]:
     graph, count = found.at(plan.recompute).whole_view, plan.pipeline.micro_batches
     hardware = target_of("1x8xH100").stage(4)[0].topology.hardware(plan.mesh)
     costs = MicroCosts(hardware, plan.mesh, TimeRows(graph, time_specs(graph, count), count))
-    along = profile(graph, dataclasses.replace(plan, pipeline=None), costs)
+    hides = hidden_values(graph, fuse(graph, rules.rows_for, frozenset()))
+    along = profile(graph, dataclasses.replace(plan, pipeline=None), costs, hides)
     edges = [along.names.index(c) + 1 for c in plan.pipeline.cuts]
     return [float(part.sum()) / count for part in np.split(along.work_s, edges)]
 

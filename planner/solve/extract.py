@@ -136,7 +136,7 @@ def collectives(tables: Tables, chosen: Sequence[int], outcome: Outcome) -> tupl
             axis, kind, size = tables.networks[index].arcs[arc]
             if kind in COLLECTIVES:
                 key = (kind, axis, size, float(flow.network.seconds[arc]), flow.hidden)
-                counts[key] = counts.get(key, 0) + flow.count
+                counts[key] = counts.get(key, 0) + int(flow.count)
     for g, c in enumerate(chosen):
         for kind, axis, size, seconds in gathers_of(tables.first(g), tables.candidates[g][c], tables.costs.once):
             key = (kind, axis, size, seconds, tables.problem.choices[g].gather_hidden)

@@ -4,11 +4,13 @@ The problem is that of the whole program and batch on the devices of one stage. 
 ``1/p`` of the parameters and what belongs to them; it holds ``min(m, p)`` micro-batches of ``1/p`` of the activations, which is what
 1F1B has in flight on its first rank. One micro-batch runs at a time; gradients are summed over all of them, whole ones as their ops make
 them. It is an estimate for the search: ranks are not exactly alike, and what a plan really holds is counted when it is cut.
+
+What is done once per step, before and behind all micro-batches, hides behind nothing, and no rank idles for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -23,8 +25,17 @@ _SUM_BYTES = 4
 """Bytes of an element of a sum of gradients over micro-batches at least."""
 
 
-def as_one_rank(tables: Tables, degree: int, micro_batches: int, *, whole_sums: bool, limit_bytes: int | None) -> Problem:
-    """The problem with the memory of one rank, and a limit for that.
+def as_one_rank(
+    tables: Tables,
+    degree: int,
+    micro_batches: int,
+    *,
+    whole_sums: bool,
+    limit_bytes: int | None,
+    once: Callable[[str], bool],
+    busy: float,
+) -> Problem:
+    """The problem with the memory of one rank, a limit for that, and what is done once per step.
 
     Args:
         tables: the problem of the whole program, and its meaning.
@@ -32,6 +43,8 @@ def as_one_rank(tables: Tables, degree: int, micro_batches: int, *, whole_sums: 
         micro_batches: per step.
         whole_sums: whether gradients are summed as their ops make them, rather than in the pieces in which parameters rest.
         limit_bytes: per device; None for no limit.
+        once: whether a value is brought to where it is needed once per step; kept copies of parameters are.
+        busy: share of the step's micro-batches that a rank is busy: by so much less counts what is done once.
     """
     scale = {
         "parameters": (1 if whole_sums else 2) / degree,  # sums in pieces are as large as they
@@ -43,14 +56,17 @@ def as_one_rank(tables: Tables, degree: int, micro_batches: int, *, whole_sums: 
         "gradients": 0.0,
     }
     sums = _sums(tables) if whole_sums else {}
-    choices = tuple(_changed(choice, scale, sums.get(g), degree) for g, choice in enumerate(tables.problem.choices))
+    choices = tuple(_changed(choice, scale, sums.get(g), degree, busy) for g, choice in enumerate(tables.problem.choices))
+    flows = tuple(replace(f, hidden=False, count=f.count * busy) if once(f.name) else f for f in tables.problem.flows)
     peaks = tuple(p for p in tables.problem.peaks if p.category != ELSEWHERE)
-    return replace(tables.problem, choices=choices, peaks=peaks, memory_limit_bytes=limit_bytes)
+    return replace(tables.problem, choices=choices, flows=flows, peaks=peaks, memory_limit_bytes=limit_bytes)
 
 
-def _changed(choice: Choice, scale: Mapping[str, float], sums: np.ndarray | None, degree: int) -> Choice:
+def _changed(choice: Choice, scale: Mapping[str, float], sums: np.ndarray | None, degree: int, busy: float) -> Choice:
+    gather_s = None if choice.gather_s is None else choice.gather_s * busy
     sizes = {k: v * scale.get(k, 1.0) for k, v in choice.memory_bytes.items() if scale.get(k, 1.0)}
-    return replace(choice, memory_bytes=sizes if sums is None else {**sizes, "gradients": sums / degree})
+    sizes = sizes if sums is None else {**sizes, "gradients": sums / degree}
+    return replace(choice, memory_bytes=sizes, gather_s=gather_s, gather_hidden=False)
 
 
 def _sums(tables: Tables) -> dict[int, np.ndarray]:

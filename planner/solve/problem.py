@@ -90,7 +90,7 @@ class Flow:
 
     Attributes:
         name: of the first value.
-        count: number of values.
+        count: number of values, or how much they count.
         segment: index in ``SEGMENTS`` of the consumers' phase.
         hidden: whether its collectives can be issued ahead.
         network: nodes and arcs.
@@ -101,7 +101,7 @@ class Flow:
     """
 
     name: str
-    count: int
+    count: float
     segment: int
     hidden: bool
     network: Network
