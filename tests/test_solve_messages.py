@@ -16,7 +16,7 @@ from meshwright.planner.solve.optimise import optimise
 from meshwright.planner.solve.price import memory_of, objective_s, price
 from meshwright.planner.solve.problem import Problem, Restriction
 from meshwright.planner.solve.program import NetworkCache
-from meshwright.planner.solve.smallest import smallest_by_messages
+from meshwright.planner.solve.smallest import fewest_by_messages, smallest_by_messages
 from tests.test_solve_program import EXACT, random_problem
 
 
@@ -138,6 +138,27 @@ def test_the_smallest_plan_by_messages_is_that_of_enumeration_where_they_prove_o
         assert found.bound_s <= least + 1 and found.objective_s == pytest.approx(held), seed
         price(problem, Restriction(), found.chosen)  # all of it can be reached
     assert met > 50
+
+
+def test_the_fewest_avoided_candidates_by_messages_are_as_few_as_by_integers():
+    rng, met, some = np.random.default_rng(1), 0, 0
+    for seed in range(150):
+        problem = random_problem(seed)
+        avoid = {g: rng.random(c.num_candidates) < 0.6 for g, c in enumerate(problem.choices) if rng.random() < 0.8}
+        restriction = Restriction(avoid=avoid)
+        chosen = fewest_by_messages(problem, restriction)
+        if chosen is None:
+            continue
+        expected = optimise(problem, restriction, NetworkCache(), EXACT, objective="avoid")
+        assert expected is not None, seed
+        count = sum(problem.choices[g].count * avoided[chosen[g]] for g, avoided in avoid.items())
+        fewest = sum(problem.choices[g].count * avoided[expected.chosen[g]] for g, avoided in avoid.items())
+        assert count == fewest, seed
+        limit = problem.memory_limit_bytes
+        assert limit is None or sum(memory_of(problem, chosen).values()) <= limit, seed
+        price(problem, Restriction(), chosen)  # all of it can be reached
+        met, some = met + 1, some + (count > 0)
+    assert met > 60 and some > 20
 
 
 def least_memory(problem: Problem) -> float:

@@ -17,7 +17,7 @@ from meshwright.planner.solve.bundle import Prices
 from meshwright.planner.solve.foresight import Foresight, foresee, nothing_left
 from meshwright.planner.solve.problem import Problem, Restriction
 from meshwright.planner.solve.program import NetworkCache, assemble
-from meshwright.planner.solve.smallest import smallest_by_messages
+from meshwright.planner.solve.smallest import fewest_by_messages, smallest_by_messages
 
 __all__ = [
     "Effort",
@@ -150,8 +150,11 @@ def settle_avoided(problem: Problem, restriction: Restriction, cache: NetworkCac
         return None
     if not restriction.avoid:
         return restriction
-    fewest = _by_integers(problem, restriction, cache, replace(effort, gap=1e-6), "avoid")
-    if fewest is None:
-        return None
-    kept = {g: ~avoided for g, avoided in restriction.avoid.items() if not avoided[fewest.chosen[g]]}
+    chosen = fewest_by_messages(problem, restriction)
+    if chosen is None:
+        fewest = _by_integers(problem, restriction, cache, replace(effort, gap=1e-6), "avoid")
+        if fewest is None:
+            return None
+        chosen = fewest.chosen
+    kept = {g: ~avoided for g, avoided in restriction.avoid.items() if not avoided[chosen[g]]}
     return replace(restriction.merged(Restriction(kept)), avoid={})
