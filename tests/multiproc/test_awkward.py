@@ -37,4 +37,5 @@ def test_sizes_that_nothing_divides_train_as_in_one_process():
 
 @pytest.mark.slow
 def test_sizes_that_nothing_divides_train_on_2x2_as_in_one_process():
-    assert_equal_to_one_process(("odd",), (2, 2), STRATEGIES, adam=False)
+    """``zero3`` is refused: the batch of 6 does not divide over four devices (``test_solve_search``)."""
+    assert_equal_to_one_process(("odd",), (2, 2), ("auto", "tp"), adam=False)
