@@ -229,9 +229,10 @@ class Uncut:
 
     def _beside(self, staged: Plan, cuts: Sequence[int]) -> list[dict[str, int]]:
         """Per rank, the most that running takes besides what is saved, at the moment when that is most."""
-        pipeline = staged.pipeline
+        pipeline, count = staged.pipeline, len(self.profile.names)
         assert pipeline is not None
-        found, total = self.beside, sum(self.beside.values(), np.zeros(len(self.profile.names)))
+        found = {**self.beside, "gradients": self.resting.fresh_by_place(cuts, count)}
+        total = sum(found.values(), np.zeros(count))
         ranks = np.array([pipeline.rank_of(s) for s in range(pipeline.num_stages)])
         rank = ranks[np.searchsorted(np.asarray(cuts, dtype=np.int64), np.arange(len(total)))]
         fullest = [int(np.argmax(np.where(rank == r, total, -1.0))) if len(total) else 0 for r in range(pipeline.degree)]

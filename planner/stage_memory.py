@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -102,6 +103,26 @@ class Resting:
         np.add.at(found, first[is_read], sizes[is_read])
         return found
 
+    def sums_on_ranks(self, plan: Plan, cuts: Sequence[int]) -> list[int]:
+        """Bytes of sums of gradients per rank: each stage that reads a parameter has a sum of its own."""
+        assert plan.pipeline is not None
+        stage = np.searchsorted(np.asarray(cuts, dtype=np.int64), self.place)
+        of_stage = [int(self.sums[np.unique(self.reader[stage == s])].sum()) for s in range(plan.pipeline.num_stages)]
+        return [sum(of_stage[s] for s in plan.pipeline.stages_of(r)) for r in range(plan.pipeline.degree)]
+
+    def fresh_by_place(self, cuts: Sequence[int], num_places: int) -> np.ndarray:
+        """Bytes of a micro-batch's gradients that there are when a stage's backward is at each forward op, float64 [forward ops].
+
+        A gradient is complete behind the backward of the first op of the stage that reads its parameter.
+        """
+        stage = np.searchsorted(np.asarray(cuts, dtype=np.int64), self.place)
+        firsts = np.full((len(self.names), len(cuts) + 1), num_places)
+        np.minimum.at(firsts, (self.reader, stage), self.place)
+        made = np.zeros(num_places + 1)
+        np.add.at(made, firsts, self.fresh[:, None])
+        edges = [0, *(cut + 1 for cut in cuts), num_places]
+        return np.concatenate([made[a:b][::-1].cumsum()[::-1] for a, b in itertools.pairwise(edges)])
+
 
 def resting_of(plan: Plan, graph: OpGraph, gradients: Mapping[str, GradientBytes], places: Places | None = None) -> Resting:
     """What is held for a program's parameters.
@@ -160,23 +181,23 @@ def rank_memory(
         held: for its parameters.
         cuts: places of the ops behind which stages end.
         in_flight_bytes: per rank, the most that micro-batches in flight keep at once.
-        beside: per rank, what running takes besides, by category: gathered copies of parameters, one op's own values.
+        beside: per rank, what running takes besides, by category: gathered copies of parameters, one op's own values, a micro-batch's
+            gradients.
     """
-    assert plan.pipeline is not None
-    found = []
+    found, sums = [], held.sums_on_ranks(plan, cuts)
     for rank, mine in enumerate(held.on_ranks(plan, cuts)):
-        fresh = int(held.fresh[mine].sum()) // plan.pipeline.stages_per_rank
+        running = {"activations": int(in_flight_bytes[rank]), **beside[rank]}
         largest = int(held.travel[mine].max(initial=BUCKET_BYTES))
-        travel = min(int(held.travel[mine].sum()), FLYING * largest)
+        at_the_end = {"activations": 0, "gradients": min(int(held.travel[mine].sum()), FLYING * largest)}
+        more = max(running, at_the_end, key=lambda sizes: sum(sizes.values()))
         found.append(
             {
                 "parameters": int(held.at_rest[mine].sum()),
-                "gradients": int(held.sums[mine].sum()) + max(fresh, travel),
                 "optimizer": int(held.state[mine].sum()),
                 **({"accumulated": int(held.accumulated[mine].sum())} if plan.accumulate > 1 else {}),
-                "activations": int(in_flight_bytes[rank]),
                 **({"kept": int(held.kept[mine].sum())} if plan.kept else {}),
-                **beside[rank],
+                **more,
+                "gradients": sums[rank] + more.get("gradients", 0),
             }
         )
     return found
