@@ -19,7 +19,7 @@ from meshwright.planner.ir.cluster import ClusterGraph
 from meshwright.planner.ir.errors import InfeasibleError
 from meshwright.planner.ir.graph import OpGraph
 from meshwright.planner.ir.hardware import Hardware, Link
-from meshwright.planner.ir.pipeline import Pipeline
+from meshwright.planner.ir.pipeline import Pipeline, schedule_named
 from meshwright.planner.ir.plan import Plan, Prediction
 from meshwright.planner.ir.verify import made_placements, parameter_behind
 from meshwright.planner.micro import TimeSpecs, time_specs
@@ -33,7 +33,7 @@ from meshwright.planner.solve.problem import SEGMENTS
 from meshwright.planner.solve.segments import hidden_values
 from meshwright.planner.solve.strategies import strategy_named
 from meshwright.planner.stage_cuts import Profile, choose_cuts, places_of, profile
-from meshwright.planner.stage_memory import GradientBytes, Resting, gradient_bytes, rank_memory, resting_of
+from meshwright.planner.stage_memory import GradientBytes, Resting, gradient_bytes, rank_memory, read_down_to, resting_of
 from meshwright.planner.traffic import moved_bytes
 
 _EACH_FOR_ITSELF = ClusterGraph((), (), ())
@@ -164,28 +164,35 @@ class Uncut:
     @property
     def beside(self) -> dict[str, np.ndarray]:
         """Bytes that running takes besides what is saved, by category, at the worst moment of each forward op and its backward."""
+        forth, back = (self._beside_in[phase] for phase in ("forward", "backward"))
+        is_back = sum(back.values(), np.zeros(1)) > sum(forth.values(), np.zeros(1))
+        return {category: np.where(is_back, back[category], forth[category]) for category in forth}
+
+    @property
+    def _beside_in(self) -> dict[str, dict[str, np.ndarray]]:
+        """The same for either phase."""
         key = "beside", self.whole_gradients
         if key not in self._shared:
             self._shared[key] = self._find_beside()
-        found: dict[str, np.ndarray] = self._shared[key]
+        found: dict[str, dict[str, np.ndarray]] = self._shared[key]
         return found
 
-    def _find_beside(self) -> dict[str, np.ndarray]:
+    def _find_beside(self) -> dict[str, dict[str, np.ndarray]]:
         over_time = self.costs.time.made if isinstance(self.costs, MicroCosts) else {}
         made = made_placements(self.plan, self.graph)
         later = {name for name, taken in self._gradients.items() if taken.travel}
         names, found = beside_saved(self.plan, self.graph, self.clusters, made, over_time, self.micro_batches, later)
         place, total = places_of(self.graph), sum(found.values(), np.zeros(len(names)))
-        worst: dict[int, int] = {}
+        worst: dict[tuple[str, int], int] = {}
         for point, name in enumerate(names):
-            at = place[name]
+            at = self.graph.by_name[name].phase, place[name]
             worst[at] = point if at not in worst or total[point] > total[worst[at]] else worst[at]
         spread = self.places or places_in_whole(self.graph, ())
         assert spread is not None, "a program without repeats stands for itself"
-        whole = {category: np.zeros(len(spread.names)) for category in found}
-        for at, point in worst.items():
+        whole = {phase: {category: np.zeros(len(spread.names)) for category in found} for phase in ("forward", "backward")}
+        for (phase, index), point in worst.items():
             for category, sizes in found.items():
-                whole[category][spread.all_of(at)] = sizes[point]
+                whole[phase][category][spread.all_of(index)] = sizes[point]
         return whole
 
     def cut(self, request: PipelineRequest) -> Plan:
@@ -231,12 +238,25 @@ class Uncut:
         """Per rank, the most that running takes besides what is saved, at the moment when that is most."""
         pipeline, count = staged.pipeline, len(self.profile.names)
         assert pipeline is not None
-        found = {**self.beside, "gradients": self.resting.fresh_by_place(cuts, count)}
-        total = sum(found.values(), np.zeros(count))
+        back = {**self._beside_in["backward"], "gradients": self.resting.fresh_by_place(cuts, count)}
+        if not schedule_named(pipeline.schedule).splits_backward:  # else the part for weights reads it later
+            back["activations"] = -self._freed_by_place(cuts)
         ranks = np.array([pipeline.rank_of(s) for s in range(pipeline.num_stages)])
-        rank = ranks[np.searchsorted(np.asarray(cuts, dtype=np.int64), np.arange(len(total)))]
-        fullest = [int(np.argmax(np.where(rank == r, total, -1.0))) if len(total) else 0 for r in range(pipeline.degree)]
-        return [{k: int(p[at]) for k, p in found.items() if p[at] > 0} for at in fullest]
+        rank = ranks[np.searchsorted(np.asarray(cuts, dtype=np.int64), np.arange(count))]
+        found = []
+        for mine in (np.flatnonzero(rank == r) for r in range(pipeline.degree)):
+            moments = ({k: p[at] for k, p in held.items()} for held in (self._beside_in["forward"], back) for at in mine)
+            found.append(max(moments, key=lambda sizes: sum(sizes.values()), default={}))
+        return [{k: int(size) for k, size in moment.items() if size} for moment in found]
+
+    def _freed_by_place(self, cuts: Sequence[int]) -> np.ndarray:
+        """Bytes of one micro-batch that a stage's backward no longer needs when it is at each forward op, float64 [forward ops]."""
+        storage, place, _ = self.profile.readings
+        sizes = np.array([size for size, _, _ in self.profile.saved]) / self.micro_batches
+        there = read_down_to(storage, place, sizes, cuts, len(self.profile.names))
+        edges = np.zeros(len(there), dtype=bool)
+        edges[[*cuts, len(there) - 1]] = True
+        return np.where(edges, 0.0, np.append(there[1:], 0.0))
 
     def _predicted(self, staged: Plan) -> Prediction:
         assert staged.pipeline is not None

@@ -115,13 +115,25 @@ class Resting:
 
         A gradient is complete behind the backward of the first op of the stage that reads its parameter.
         """
-        stage = np.searchsorted(np.asarray(cuts, dtype=np.int64), self.place)
-        firsts = np.full((len(self.names), len(cuts) + 1), num_places)
-        np.minimum.at(firsts, (self.reader, stage), self.place)
-        made = np.zeros(num_places + 1)
-        np.add.at(made, firsts, self.fresh[:, None])
-        edges = [0, *(cut + 1 for cut in cuts), num_places]
-        return np.concatenate([made[a:b][::-1].cumsum()[::-1] for a, b in itertools.pairwise(edges)])
+        return read_down_to(self.reader, self.place, self.fresh, cuts, num_places)
+
+
+def read_down_to(reading: np.ndarray, place: np.ndarray, sizes: np.ndarray, cuts: Sequence[int], num_places: int) -> np.ndarray:
+    """For each forward op, the bytes of what no earlier op of its stage reads, but it or a later one; float64 [forward ops].
+
+    Args:
+        reading: index of what is read, and ``place`` of the forward op that reads it, int64 [readings].
+        sizes: bytes of what is read.
+        cuts: places behind which stages end.
+        num_places: number of forward ops.
+    """
+    stage = np.searchsorted(np.asarray(cuts, dtype=np.int64), place)
+    firsts = np.full((len(sizes), len(cuts) + 1), num_places)
+    np.minimum.at(firsts, (reading, stage), place)
+    found = np.zeros(num_places + 1)
+    np.add.at(found, firsts, np.asarray(sizes, dtype=float)[:, None])
+    edges = [0, *(cut + 1 for cut in cuts), num_places]
+    return np.concatenate([found[a:b][::-1].cumsum()[::-1] for a, b in itertools.pairwise(edges)])
 
 
 def resting_of(plan: Plan, graph: OpGraph, gradients: Mapping[str, GradientBytes], places: Places | None = None) -> Resting:
@@ -182,11 +194,11 @@ def rank_memory(
         cuts: places of the ops behind which stages end.
         in_flight_bytes: per rank, the most that micro-batches in flight keep at once.
         beside: per rank, what running takes besides, by category: gathered copies of parameters, one op's own values, a micro-batch's
-            gradients.
+            gradients; ``activations``: less what its backward has freed by then.
     """
     found, sums = [], held.sums_on_ranks(plan, cuts)
     for rank, mine in enumerate(held.on_ranks(plan, cuts)):
-        running = {"activations": int(in_flight_bytes[rank]), **beside[rank]}
+        running = {**beside[rank], "activations": int(in_flight_bytes[rank]) + beside[rank].get("activations", 0)}
         largest = int(held.travel[mine].max(initial=BUCKET_BYTES))
         at_the_end = {"activations": 0, "gradients": min(int(held.travel[mine].sum()), FLYING * largest)}
         more = max(running, at_the_end, key=lambda sizes: sum(sizes.values()))

@@ -12,7 +12,7 @@ import torch
 from meshwright.passes.lower_stages import StageProgram
 from meshwright.passes.stage_graphs import Finish
 from meshwright.passes.weights_apart import split_backward
-from meshwright.runtime.boxed import Boxed, boxed
+from meshwright.runtime.boxed import Boxed, boxed, in_a_list
 from meshwright.runtime.compile import compile_module, compile_program, compiled_later
 from meshwright.runtime.device import use_device_kernels
 from meshwright.runtime.direct_calls import call_directly
@@ -47,7 +47,7 @@ class BoundStage:
         program: the stage.
         forward: as ``program.local.forward``.
         backward: as ``program.local.backward``; where the schedule splits it, the first half: gradients to send, then what
-            ``later`` takes.
+            ``later`` takes. Both take their arguments in a list, which they empty: what was saved is freed on the way.
         later: the second half, or None.
         again: as ``program.local.again``.
         finishes: as ``program.finishes``.
@@ -55,8 +55,8 @@ class BoundStage:
 
     program: StageProgram
     forward: Runner
-    backward: Runner | None
-    later: Runner | None
+    backward: Boxed | None
+    later: Boxed | None
     again: Runner | None
     finishes: tuple[BoundFinish, ...]
 
@@ -79,18 +79,19 @@ def bind_stage(program: StageProgram, fake_mode: Any, device: torch.device, *, s
     finishes = _bind_finishes(program.finishes)
     if local.backward is None or not splits:
         if compile:
-            forward, backward = compile_program(local, fake_mode)
-            return BoundStage(program, forward, backward, None, again, finishes)
+            forward, one_by_one = compile_program(local, fake_mode)
+            return BoundStage(program, forward, None if one_by_one is None else in_a_list(one_by_one), None, again, finishes)
         call_directly(local.graphs)
-        backward = None if local.backward is None else local.backward.forward
+        backward = None if local.backward is None else boxed(local.backward)
         return BoundStage(program, local.forward.forward, backward, None, again, finishes)
     count = len(local.gradients)
     halves = split_backward(local.backward, range(count - len(program.upstream), count))
     graphs = (local.forward, halves.first, halves.later)
     if not compile:
         call_directly(graphs)
-    made = [compile_module(g, fake_mode) if compile else g.forward for g in graphs]
-    return BoundStage(program, made[0], made[1], made[2], again, finishes)
+    forward = compile_module(local.forward, fake_mode) if compile else local.forward.forward
+    first, later = (in_a_list(compile_module(g, fake_mode)) if compile else boxed(g) for g in graphs[1:])
+    return BoundStage(program, forward, first, later, again, finishes)
 
 
 def _bind_finishes(finishes: Sequence[Finish]) -> tuple[BoundFinish, ...]:
@@ -189,10 +190,10 @@ class StageRun:
         program, run = bound.program, bound.backward
         assert run is not None
         there = {**self._tangents, **{s.name: t for s, t in zip(program.downstream, given, strict=True)}}
-        kept = self._kept.pop(i)
+        arguments = [*self._kept.pop(i), *(there[name] for name in program.local.tangents)]
+        del there, given
         with torch.no_grad():
-            made = tuple(run(*kept, *(there[name] for name in program.local.tangents)))
-        del kept
+            made = tuple(run(arguments))
         count = len(program.upstream)
         if bound.later is None:
             self._add_gradients(program, made[: len(made) - count])
@@ -208,7 +209,7 @@ class StageRun:
         if bound.later is None:
             return
         with torch.no_grad():
-            self._add_gradients(bound.program, tuple(bound.later(*self._later.pop(i))))
+            self._add_gradients(bound.program, tuple(bound.later(list(self._later.pop(i)))))
 
     def _add_gradients(self, program: StageProgram, made: Sequence[torch.Tensor]) -> None:
         names = program.local.gradients[: len(made)]
