@@ -44,7 +44,7 @@ class TimeSpecs:
     ops: Mapping[str, OpSpec]
 
 
-def _none(_: OpGraph) -> dict[int, TimeSpecs]:
+def _none(_: OpGraph) -> dict[int, TimeSpecs | str]:
     return {}
 
 
@@ -55,7 +55,7 @@ def _lifted(graph: OpGraph) -> dict[str, tuple[Row, ...] | None]:
 _LIFTED: Known[OpGraph, dict[str, tuple[Row, ...] | None]] = Known(_lifted)
 
 
-_FOUND: Known[OpGraph, dict[int, TimeSpecs]] = Known(_none)
+_FOUND: Known[OpGraph, dict[int, TimeSpecs | str]] = Known(_none)
 
 
 def time_specs(graph: OpGraph, count: int) -> TimeSpecs:
@@ -72,8 +72,14 @@ def time_specs(graph: OpGraph, count: int) -> TimeSpecs:
         return TimeSpecs({}, {})
     known = _FOUND(graph)
     if count not in known:
-        known[count] = _cut(graph, count)
-    return known[count]
+        try:
+            known[count] = _cut(graph, count)
+        except InputError as e:
+            known[count] = str(e)
+    found = known[count]
+    if isinstance(found, str):
+        raise InputError(found)
+    return found
 
 
 def _cut(graph: OpGraph, count: int) -> TimeSpecs:

@@ -24,7 +24,7 @@ from meshwright.planner.ir.plan import Plan, Prediction
 from meshwright.planner.ir.verify import made_placements, parameter_behind
 from meshwright.planner.micro import TimeSpecs, time_specs
 from meshwright.planner.micro_costs import MicroCosts, TimeRows
-from meshwright.planner.orders import Action, orders
+from meshwright.planner.orders import orders
 from meshwright.planner.places import Places, places_in_whole
 from meshwright.planner.simulate import Simulated, StageBytes, simulate
 from meshwright.planner.solve.alive import beside_saved
@@ -206,9 +206,31 @@ class Uncut:
         if request.homes is not None:
             whole = self.graph if self.whole_graph is None else self.whole_graph()
             return self.cut_at(request, cuts_at_homes(whole, request.homes, count, self.profile.alive_bytes))
+        return self.cut_at(request, self._cuts(count))
+
+    def _cuts(self, count: int) -> tuple[str, ...]:
         if count not in self._shared:
             self._shared[count] = choose_cuts(self.profile, count, self.link, self.micro_batches)
-        return self.cut_at(request, self._shared[count])
+        found: tuple[str, ...] = self._shared[count]
+        return found
+
+    def least_s(self, request: PipelineRequest) -> float:
+        """What a step takes at least that is cut so: what a rank does, and what is before its first stage and behind its last.
+
+        Raises:
+            InputError: the program has too few places to be cut.
+        """
+        assert request.schedule is not None and request.stages_per_rank is not None
+        if request.homes is not None:
+            return 0.0
+        count = request.degree * request.stages_per_rank
+        pipeline = Pipeline(request.degree, request.schedule, self._cuts(count), self.micro_batches)
+        edges, found = [self._index[name] + 1 for name in pipeline.cuts], self.profile
+        parts = (found.work_s, found.work_s - found.weight_s)
+        work, late = (np.array([part.sum() for part in np.split(v, edges)]) for v in parts)
+        once, before = self._once_s(pipeline), np.append(0.0, np.cumsum(late)) / self.micro_batches
+        ranks = [pipeline.stages_of(rank) for rank in range(pipeline.degree)]
+        return max(float(work[list(stages)].sum() + before[stages[0]]) for stages in ranks) + max(once)
 
     def cut_at(self, request: PipelineRequest, cuts: tuple[str, ...]) -> Plan:
         """In stages that end behind given ops."""
@@ -261,7 +283,7 @@ class Uncut:
     def _predicted(self, staged: Plan) -> Prediction:
         assert staged.pipeline is not None
         before, step = self.plan.predicted, simulated(staged, self.profile, self.link)
-        slowest, once_s = max(step.busy_s), max(self._once_s(staged))
+        slowest, once_s = max(step.busy_s), max(self._once_s(staged.pipeline))
         scale = slowest / before.step_time_s if before.step_time_s else 0.0
         return Prediction(
             compute_s=before.compute_s * scale,
@@ -272,12 +294,10 @@ class Uncut:
             moved_bytes=moved_bytes(staged.pipeline, self.profile, self.plan.collectives),
         )
 
-    def _once_s(self, staged: Plan) -> list[float]:
+    def _once_s(self, pipeline: Pipeline) -> list[float]:
         """Per rank, the seconds of what is done once per step."""
-        pipeline, found = staged.pipeline, self.profile
-        assert pipeline is not None
         edges = [self._index[name] + 1 for name in pipeline.cuts]
-        parts = [float(part.sum()) for part in np.split(found.once_s, edges)]
+        parts = [float(part.sum()) for part in np.split(self.profile.once_s, edges)]
         return [sum(parts[s] for s in pipeline.stages_of(rank)) for rank in range(pipeline.degree)]
 
 
@@ -336,14 +356,13 @@ def simulated(plan: Plan, found: Profile, link: Link) -> Simulated:
     held = held_by_stage(plan, found)
     sizes = [float(found.alive_bytes[i - 1]) / m for i in edges]
 
-    def seconds(a: Action) -> float:
-        whole = {"F": forward, "B": backward, "W": weight}.get(a.kind)
-        return (backward[a.stage] - weight[a.stage] if whole is None else whole[a.stage]) / m
+    inputs = [b - w for b, w in zip(backward, weight, strict=True)]
+    whole = {"F": forward, "B": backward, "W": weight, "I": inputs}
 
     return simulate(
         pipeline,
         orders(pipeline),
-        seconds,
+        lambda action: whole[action.kind][action.stage] / m,
         lambda boundary: sizes[boundary] / link.bytes_per_s + link.latency_s,
         lambda stage: StageBytes(held[stage].saved / m, held[stage].stashed / m),
     )

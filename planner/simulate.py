@@ -74,58 +74,84 @@ def simulate(
     Raises:
         VerifyError: the orders wait for each other for ever.
     """
-    ends: dict[Action, float] = {}
-    began: dict[Action, float] = {}
+    run = _Run(pipeline, order, send_s)
     clock, busy, at = [0.0] * len(order), [0.0] * len(order), [0] * len(order)
+    began: dict[Action, float] = {}
     moved = True
     while moved:
         moved = False
         for rank, actions in enumerate(order):
-            while at[rank] < len(actions):
-                action = actions[at[rank]]
-                ready = _ready(action, pipeline, ends, send_s)
-                if ready is None:
+            now, worked, k = clock[rank], busy[rank], at[rank]
+            while k < len(actions):
+                action = actions[k]
+                ready = run.ready(action)
+                if ready < 0.0:
                     break
-                began[action] = max(clock[rank], ready)
-                clock[rank] = ends[action] = began[action] + seconds(action)
-                busy[rank] += seconds(action)
-                at[rank] += 1
+                took = seconds(action)
+                began[action] = now = max(now, ready)
+                now += took
+                worked += took
+                run.end(action, now)
+                k += 1
                 moved = True
+            clock[rank], busy[rank], at[rank] = now, worked, k
     stuck = [str(actions[i]) for actions, i in zip(order, at, strict=True) if i < len(actions)]
     if stuck:
         raise VerifyError(f"the ranks of schedule {pipeline.schedule!r} wait for each other for ever: at {', '.join(stuck)}")
-    return Simulated(max(clock, default=0.0), tuple(busy), began, tuple(_peak(actions, held) for actions in order))
+    sizes = [held(stage) for stage in range(pipeline.num_stages)]
+    return Simulated(max(clock, default=0.0), tuple(busy), began, tuple(_peak(actions, sizes) for actions in order))
 
 
-def _ready(action: Action, pipeline: Pipeline, ends: dict[Action, float], send_s: Callable[[int], float]) -> float | None:
-    """When what ``action`` needs of other actions is there; None while one of them has not run."""
-    kind, stage, i = action
-    if kind == "W":
-        return ends.get(Action("I", stage, i))
-    if kind == "F":
-        return 0.0 if stage == 0 else _arrival((Action("F", stage - 1, i),), stage - 1, pipeline, ends, send_s)
-    own = ends.get(Action("F", stage, i))
-    if stage == pipeline.num_stages - 1 or own is None:
-        return own
-    sent = _arrival((Action("B", stage + 1, i), Action("I", stage + 1, i)), stage, pipeline, ends, send_s)
-    return None if sent is None else max(own, sent)
+class _Run:
+    """When what actions wait for was done: forwards, and gradients of inputs, by stage and micro-batch; negative: not yet."""
+
+    def __init__(self, pipeline: Pipeline, order: Sequence[Order], send_s: Callable[[int], float]):
+        self._last = pipeline.num_stages - 1
+        self._count = 1 + max((a.micro_batch for actions in order for a in actions), default=0)
+        ranks = [pipeline.rank_of(s) for s in range(pipeline.num_stages)]
+        self._sent = [send_s(s) if ranks[s] != ranks[s + 1] else 0.0 for s in range(self._last)]
+        self._forward = [-1.0] * (pipeline.num_stages * self._count)
+        self._gradient = list(self._forward)
+
+    def ready(self, action: Action) -> float:
+        """When what ``action`` needs of other actions is there."""
+        kind, stage, i = action
+        at = stage * self._count + i
+        if kind == "F":
+            return 0.0 if stage == 0 else self._arrived(self._forward[at - self._count], stage - 1)
+        if kind == "W":
+            return self._gradient[at]
+        own = self._forward[at]
+        if own < 0.0 or stage == self._last:
+            return own
+        sent = self._arrived(self._gradient[at + self._count], stage)
+        return sent if sent < 0.0 else max(own, sent)
+
+    def _arrived(self, made_s: float, boundary: int) -> float:
+        return made_s if made_s < 0.0 else made_s + self._sent[boundary]
+
+    def end(self, action: Action, now: float) -> None:
+        """An action is done."""
+        kind, stage, i = action
+        if kind == "F":
+            self._forward[stage * self._count + i] = now
+        elif kind != "W":
+            self._gradient[stage * self._count + i] = now
 
 
-def _arrival(
-    senders: tuple[Action, ...], boundary: int, pipeline: Pipeline, ends: dict[Action, float], send_s: Callable[[int], float]
-) -> float | None:
-    made = next((ends[a] for a in senders if a in ends), None)
-    if made is None:
-        return None
-    return made + (send_s(boundary) if pipeline.rank_of(boundary) != pipeline.rank_of(boundary + 1) else 0.0)
-
-
-def _peak(actions: Order, held: Callable[[int], StageBytes]) -> float:
+def _peak(actions: Order, held: Sequence[StageBytes]) -> float:
     """Most bytes that a rank holds; what an action makes and what it frees are there at once."""
     now = most = 0.0
     for kind, stage, _ in actions:
-        size = held(stage)
-        now += {"F": size.saved, "I": size.stashed}.get(kind, 0.0)
-        most = max(most, now)
-        now -= {"B": size.saved, "W": size.saved + size.stashed}.get(kind, 0.0)
+        size = held[stage]
+        if kind == "F":
+            now += size.saved
+        elif kind == "I":
+            now += size.stashed
+        if now > most:
+            most = now
+        if kind == "B":
+            now -= size.saved
+        elif kind == "W":
+            now -= size.saved + size.stashed
     return most

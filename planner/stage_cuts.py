@@ -313,7 +313,7 @@ def choose_cuts(found: Profile, stages: int, link: Link, micro_batches: int) -> 
     """
     if stages == 1:
         return ()
-    places = cut_places(found, stages)
+    places = _different(found, cut_places(found, stages), stages)
     total = np.concatenate([[0.0], np.cumsum(found.work_s)[places], [found.work_s.sum()]])
     sizes = np.concatenate([[0.0], found.alive_bytes[places], [0.0]])
     sent = np.where(sizes > 0, 2 * (sizes / link.bytes_per_s + micro_batches * link.latency_s), 0.0)
@@ -339,6 +339,13 @@ def cut_places(found: Profile, stages: int) -> np.ndarray:
     return places
 
 
+def _different(found: Profile, places: np.ndarray, stages: int) -> np.ndarray:
+    """The first of places between which nothing is done, and as much is alive; all where those are too few."""
+    work, alive = np.cumsum(found.work_s)[places], found.alive_bytes[places]
+    first = np.append(True, (np.diff(work) > 0) | (np.diff(alive) != 0))
+    return places[first] if int(first.sum()) >= stages - 1 else places
+
+
 class Loads:
     """What stages from one place to another have to do; the first place is the start of the program, the last its end.
 
@@ -349,13 +356,15 @@ class Loads:
 
     def __init__(self, total: np.ndarray, sent: np.ndarray):
         self._total, self._sent = total, sent
+        self._end, self._begin = total + sent, total - sent
 
     def _between(self, before: slice, behind: slice) -> np.ndarray:
         """Load of the stage from each place to each other, infinite where it does not come behind it."""
-        total, sent = self._total, self._sent
-        load = total[None, behind] - total[before, None] + sent[None, behind] + sent[before, None]
-        later = np.arange(before.start, before.stop)[:, None] < np.arange(behind.start, behind.stop)[None, :]
-        return np.where(later, load, np.inf)
+        load = self._end[None, behind] - self._begin[before, None]
+        if before.stop > behind.start:
+            later = np.arange(before.start, before.stop)[:, None] < np.arange(behind.start, behind.stop)[None, :]
+            load[~later] = np.inf
+        return load
 
     def _windows(self, stages: int, limit: float) -> list[slice]:
         """Where the first ``k`` stages can end if none has more than ``limit`` of work; at the last place in the end."""

@@ -94,14 +94,16 @@ class KernelFloors:
 
     def _least(self, cluster: Cluster, table: RowTable, members: tuple[int, ...], sizes: np.ndarray) -> np.ndarray:
         """Seconds of a kernel under the best of its rows, float64 [sizes]."""
-        follows = (_BATCH, _SEQUENCE, *[""] * (sizes.shape[1] - 2))
-        groups: dict[tuple[tuple[int, ...], ...], list[int]] = {}
-        for k, cut in enumerate(sizes.tolist()):
-            rows = tuple(self._rows_over(table, members, n, follow) for n, follow in zip(cut, follows, strict=True))
-            groups.setdefault(rows, []).append(k)
+        codes, rows_of = np.zeros(len(sizes), dtype=np.int64), list[list[tuple[int, ...]]]()
+        for cut, follow in zip(sizes.T, (_BATCH, _SEQUENCE, *[""] * (sizes.shape[1] - 2)), strict=True):
+            values, at = np.unique(cut, return_inverse=True)
+            rows = [self._rows_over(table, members, n, follow) for n in values.tolist()]
+            rows_of.append(list(dict.fromkeys(rows)))
+            codes = codes * len(rows_of[-1]) + np.array([rows_of[-1].index(r) for r in rows])[at]
         found = np.zeros(len(sizes))
-        for rows, group in groups.items():
-            index = product_of(rows)
+        for code in np.unique(codes).tolist():
+            group = np.flatnonzero(codes == code)
+            index = product_of(_taken(rows_of, code))
             candidates = np.tile(index, (len(group), 1))
             on = np.repeat(sizes[group], len(index), axis=0)
             seconds = seconds_by_size(cluster, table.priced(candidates), on, self._device)
@@ -127,3 +129,12 @@ def by_number_of_axes(shapes: Sequence[Shape]) -> list[list[int]]:
     """Numbers of the shapes that have equally many free axes."""
     order = sorted(range(len(shapes)), key=lambda k: (len(shapes[k].free), k))
     return [list(group) for _, group in itertools.groupby(order, key=lambda k: len(shapes[k].free))]
+
+
+def _taken(rows_of: Sequence[Sequence[tuple[int, ...]]], code: int) -> list[tuple[int, ...]]:
+    """The rows over each axis that a number stands for."""
+    found = []
+    for rows in reversed(rows_of):
+        code, k = divmod(code, len(rows))
+        found.append(rows[k])
+    return found[::-1]

@@ -78,7 +78,14 @@ class Space:
         self.numbers = itertools.count()
         self._programs: dict[Recompute, Program] = {}
         self._cut_programs: dict[tuple[Recompute, int, bool], Program] = {}
+        self._inside: dict[int, tuple[Sequence[LogicalMesh], Link]] = {}
         self._saved: dict[Recompute, float] = {}
+
+    def inside(self, degree: int) -> tuple[Sequence[LogicalMesh], Link]:
+        """The meshes of one of so many stages' devices, and the link between stages."""
+        if degree not in self._inside:
+            self._inside[degree] = self.devices.inside(degree)
+        return self._inside[degree]
 
     # --- programs ---
 
@@ -95,7 +102,7 @@ class Space:
         wanted = recompute or self.first_recompute
         if wanted not in self._programs:
             capture = self.source.capture_at(wanted)
-            meshes, _ = self.devices.inside(self.degrees[0])
+            meshes, _ = self.inside(self.degrees[0])
             options = replace(self.options, memory_limit_bytes=_UNLIMITED, alternatives=False)
             self._programs[wanted] = Program.of(capture, meshes[0].hardware, options, self.clock, wanted)
         return self._programs[wanted]
@@ -115,7 +122,7 @@ class Space:
 
     @cached_property
     def limit_bytes(self) -> int:
-        meshes, _ = self.devices.inside(self.degrees[0])
+        meshes, _ = self.inside(self.degrees[0])
         return self.options.memory_limit(meshes[0].hardware)
 
     # --- combinations ---
@@ -130,7 +137,7 @@ class Space:
 
     def _of_degree(self, degree: int) -> list[Try]:
         try:
-            meshes, link = self.devices.inside(degree)
+            meshes, link = self.inside(degree)
             counts = micro_batch_counts(self.graph, degree, self.asked, self.devices.count // degree)
         except InputError as e:
             self.refused = self.refused or e
@@ -164,11 +171,13 @@ class Space:
                 return level
         return Recompute(LEVELS[-1])
 
-    def next_level(self, item: Try) -> Recompute | None:
-        """More recomputation; None where there is none or it is fixed."""
-        at = LEVELS.index(item.recompute.level) + 1
-        fixed = self.options.recompute is not None or item.recompute.is_mixed
-        return None if fixed or at >= len(LEVELS) or not self.program().capture.training else Recompute(LEVELS[at])
+    def next_level(self, recompute: Recompute) -> Recompute | None:
+        """More recomputation, that computes more again; None where there is none or it is fixed."""
+        if self.options.recompute is not None or recompute.is_mixed or not self.program().capture.training:
+            return None
+        now = self.program(recompute).capture.graph.hash
+        above = map(Recompute, LEVELS[LEVELS.index(recompute.level) + 1 :])
+        return next((level for level in above if self.program(level).capture.graph.hash != now), None)
 
     # --- bounds ---
 

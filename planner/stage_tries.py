@@ -12,7 +12,7 @@ from meshwright.planner.meshes import LogicalMesh
 from meshwright.planner.on_mesh import Found, OnMesh, Task
 from meshwright.planner.pipelined import PipelineRequest, Uncut
 
-_SIMPLER = 0.01
+SIMPLER = 0.01
 """A schedule is taken only where it is faster than a simpler one by more than this part."""
 
 
@@ -89,5 +89,5 @@ def best_of(found: Sequence[Finished]) -> Finished | None:
         return min(found, key=lambda f: f.plan.predicted.peak_memory_bytes, default=None)
     best = fitting[0]
     for f in fitting[1:]:
-        best = f if f.seconds < best.seconds * (1 - _SIMPLER) else best
+        best = f if f.seconds < best.seconds * (1 - SIMPLER) else best
     return best

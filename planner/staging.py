@@ -43,7 +43,7 @@ from meshwright.planner.spell import checked_plan
 from meshwright.planner.stage_chain import dealt
 from meshwright.planner.stage_choices import schedules
 from meshwright.planner.stage_space import Devices, Space
-from meshwright.planner.stage_tries import Finished, Try, alike, best_of, sizes_of
+from meshwright.planner.stage_tries import SIMPLER, Finished, Try, alike, best_of, sizes_of
 
 ROOMS = 3
 """How often a combination is solved with less room than the last time, where its plan does not fit as it is cut; ``_TIGHTER``: by how
@@ -54,13 +54,19 @@ _TIGHTER = 0.97
 FINISHED, SOLVED, LOOKED_AT = 8, 48, 400
 """Plans that are cut and simulated at most; problems that are solved, and that are looked at, at most once one is. Counts, not times."""
 
-BESIDE, BESIDE_LOOKED, BESIDE_CANDIDATES = 8, 24, 16_000
-"""Problems that are solved and looked at at most, and candidates of all those that are looked at, where a plan without stages is known
-already: it is planning time that a user who asks for no stages does not expect."""
+BESIDE, BESIDE_LOOKED, BESIDE_CANDIDATES, BESIDE_FINISHED = 8, 24, 10_000, 3
+"""Problems that are solved and looked at at most, candidates of all those that are looked at, and plans that are cut, where a plan without
+stages is known already: it is planning time that a user who asks for no stages does not expect."""
 
 _HURTS, _HARD = 0.02, 1.1
 """Memory hurts where it raises what is foreseen by more than this part: then more recomputation is tried beside. Where no plan was met that
 fits, so many times the bound is expected."""
+
+_FINEST = 1.1
+"""Stages per part of the model at most, beside two per rank: finer ones are too unequal."""
+
+_PER_HALVING = 0.04
+"""Part by which communication is expected to make a step longer each time that sequence or model are cut in two, until it is known."""
 
 _ROUGH = Effort(gap=2e-2, nodes=8, rounds=6, time_limit_s=5.0, columns=150_000, prices=4)
 """What the plan inside a stage is worth: what the cuts and the schedule cost beside it is simulated anyway."""
@@ -95,7 +101,7 @@ class StageSearch:
         self.space = Space(source, devices, options, asked, degrees, self.clock)
         self.name = self.space.name
         self._heap: list[Try] = []
-        self._spent: dict[tuple[int, ...], float] = {}
+        self._spent: dict[tuple[int, int], float] = {}
         self._hurt: dict[tuple[Recompute, int, int], float] = {}
         self._looked, self._solves, self._candidates, self._is_known = 0, 0, 0, False
         self._unsolved: list[Try] = []
@@ -114,7 +120,7 @@ class StageSearch:
         heapq.heapify(self._heap)
         best, self._is_known = None, math.isfinite(bar_s)
         while self._heap and not self._is_enough():
-            item, enough_s = heapq.heappop(self._heap), bar_s * (1 - self.options.effort.gap)
+            item, enough_s = heapq.heappop(self._heap), bar_s * (1 - _ROUGH.gap)
             if item.bound_s >= enough_s or (item.on is None and (self._has_looked_enough() or self._promised_less(item))):
                 continue
             done = self._work_on(item, enough_s)
@@ -129,7 +135,7 @@ class StageSearch:
 
     def _is_enough(self) -> bool:
         """Whether the counts of what was tried are used up."""
-        if self._is_known and not self.finished and self._solves >= BESIDE:
+        if self._is_known and (self._solves >= BESIDE or len(self.finished) >= BESIDE_FINISHED):
             return True
         many = self._solves >= SOLVED or self._looked >= LOOKED_AT
         return len(self.finished) >= FINISHED or (many and bool(self.finished))
@@ -141,14 +147,20 @@ class StageSearch:
     def _promised_less(self, item: Try) -> bool:
         """Whether a combination should wait: by what others that are cut alike communicate, and what memory costs others in flight alike, it
         promises less than it did."""
-        likely_s = (item.kernels_s * self._spent.get(_cut_inside(item), 1.0) + item.once_s) * self._hurt.get(
-            _in_flight(item), 1.0
-        )
+        likely_s = (item.kernels_s * self._likely_spent(item) + item.once_s) * self._hurt.get(_in_flight(item), 1.0)
         if likely_s <= item.seconds:
             return False
         item.seconds = likely_s
         heapq.heappush(self._heap, item)
         return True
+
+    def _likely_spent(self, item: Try) -> float:
+        """Step over kernels, at least as much as of what is cut into fewer pieces."""
+        inside = _cut_inside(item)
+        if inside in self._spent:
+            return self._spent[inside]
+        known = [spent for pieces, spent in self._spent.items() if pieces[0] <= inside[0] and pieces[1] <= inside[1]]
+        return max(known, default=1.0 + _PER_HALVING * math.log2(inside[0] * inside[1]))
 
     def _learn(self, item: Try, free_s: float, bound_s: float) -> None:
         """What others can be expected to take, from what was foreseen of one without a memory limit and with it."""
@@ -256,7 +268,7 @@ class StageSearch:
 
     def _with_less(self, item: Try, work_s: float) -> None:
         """The same with more recomputation, once."""
-        level = self.space.next_level(item)
+        level = self.space.next_level(item.recompute)
         if level is not None and not item.less:
             item.less = True
             self._push_like(item, work_s, recompute=level, room=1.0, tries=0, less=False)
@@ -292,7 +304,23 @@ class StageSearch:
             return self._cut_best(item, uncut)
 
     def _cut_best(self, item: Try, uncut: Uncut) -> Finished | None:
-        return best_of([f for request in self._requests(item) if (f := self._try(item, uncut, request)) is not None])
+        requests, found, best_s = list(self._requests(item)), dict[int, Finished](), math.inf
+        least = [self._least_s(uncut, request) for request in requests]
+        for k in sorted(range(len(requests)), key=lambda k: (least[k], k)):
+            if least[k] >= best_s * (1 + SIMPLER):
+                break
+            done = self._try(item, uncut, requests[k])
+            if done is not None:
+                found[k] = done
+                best_s = min(best_s, done.seconds if done.fits else math.inf)
+        return best_of([found[k] for k in sorted(found)])
+
+    def _least_s(self, uncut: Uncut, request: PipelineRequest) -> float:
+        try:
+            return uncut.least_s(request)
+        except InputError as e:
+            self.space.refused = self.space.refused or e
+            return math.inf
 
     def _uncut(self, item: Try) -> Uncut:
         assert item.on is not None and item.found is not None
@@ -319,7 +347,10 @@ class StageSearch:
             return None
 
     def _requests(self, item: Try) -> Iterator[PipelineRequest]:
+        is_free = self.asked.schedule is None and self.asked.stages_per_rank is None
         for name, each in schedules(item.degree, item.micro_batches, self.asked):
+            if is_free and each > 2 and item.degree * each > _FINEST * self.source.num_parts:
+                continue
             yield PipelineRequest(item.degree, name, item.micro_batches, each, self.asked.homes)
 
     def _balanced(self, done: Finished) -> Finished | None:
@@ -414,9 +445,11 @@ class StageSearch:
         )
 
 
-def _cut_inside(item: Try) -> tuple[int, ...]:
-    """How what is in a micro-batch is cut."""
-    return tuple(n for n, name in zip(item.where.mesh.sizes, item.where.mesh.names, strict=True) if name != "dp")
+def _cut_inside(item: Try) -> tuple[int, int]:
+    """Into how many pieces the sequence is cut, and what is left of a micro-batch."""
+    axes = dict(zip(item.where.mesh.names, item.where.mesh.sizes, strict=True))
+    sequence, data = axes.get("cp", 1), axes.get("dp", 1)
+    return sequence, item.where.mesh.num_devices // (sequence * data)
 
 
 def _in_flight(item: Try) -> tuple[Recompute, int, int]:

@@ -9,8 +9,11 @@ other over one link; levels nest: 8 devices over NVLink, all of them over Infini
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -120,6 +123,21 @@ class Topology:
     def _numbers(self) -> np.ndarray:
         return np.array(self.numbers, dtype=np.int64) if self.numbers else np.arange(self.shape.num_devices)
 
+    @cached_property
+    def _is_consecutive(self) -> bool:
+        return not self.ranks and bool((np.diff(self._numbers) == 1).all())
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, int, int, int], Any]:
+        """What was found out of axes, by how many groups of them are outside and inside."""
+        return {}
+
+    def _once(self, what: str, sizes: tuple[int, ...], axis: int, work_out: Callable[[np.ndarray], Any]) -> Any:
+        key = what, math.prod(sizes[:axis]), sizes[axis], math.prod(sizes[axis + 1 :])
+        if key not in self._known:
+            self._known[key] = work_out(self.groups(sizes, axis))
+        return self._known[key]
+
     def groups(self, sizes: tuple[int, ...], axis: int) -> np.ndarray:
         """Device numbers of every group along an axis of a mesh of these devices, shape [groups, size]."""
         return np.moveaxis(self._numbers.reshape(sizes), axis, -1).reshape(-1, sizes[axis])
@@ -131,11 +149,16 @@ class Topology:
         several runs uses ``g`` links of the outer level side by side, at most as fast as the inner one. Latency is the mean
         over the hops of a ring through the group.
         """
-        groups = self.groups(sizes, axis)
-        if len(self.levels) > 1:  # groups that lie alike in the runs below the outermost level are alike
-            groups = np.unique(groups - groups[:, :1] // self.levels[-2].span * self.levels[-2].span, axis=0)
-        else:
+        return self._once("link", sizes, axis, self._worst_link)
+
+    def _worst_link(self, groups: np.ndarray) -> Link:
+        if len(self.levels) == 1:
             groups = groups[:1]
+        else:  # groups that lie alike in the runs below the outermost level are alike
+            span = self.levels[-2].span
+            if self._is_consecutive:
+                groups = groups[np.unique(groups[:, 0] % span, return_index=True)[1]]
+            groups = np.unique(groups - groups[:, :1] // span * span, axis=0)
         return min(map(self._group_link, groups), key=lambda link: (link.bytes_per_s, -link.latency_s))
 
     def _group_link(self, group: np.ndarray) -> Link:
@@ -161,11 +184,17 @@ class Topology:
 
     def inside(self, sizes: tuple[int, ...], axis: int) -> bool:
         """Whether every group of an axis lies within a run of the innermost level."""
-        runs = self.groups(sizes, axis) // self.levels[0].span
-        return bool((runs == runs[:, :1]).all())
+
+        def is_inside(groups: np.ndarray) -> bool:
+            runs = groups // self.levels[0].span
+            return bool((runs == runs[:, :1]).all())
+
+        return self._once("inside", sizes, axis, is_inside)
 
     def ascending(self, sizes: tuple[int, ...]) -> bool:
         """Whether ranks are in ascending order along every axis, as process groups demand."""
+        if self._is_consecutive:
+            return True
         ranks = (np.array(self.ranks, dtype=np.int64) if self.ranks else self._numbers).reshape(sizes)
         return all(bool((np.diff(ranks, axis=axis) > 0).all()) for axis in range(len(sizes)))
 
