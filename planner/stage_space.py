@@ -29,6 +29,9 @@ FIRST_TRIED = 4
 """Micro-batches per rank that a named strategy is tried with first; other numbers only for what is best with it."""
 
 _UNLIMITED = 1 << 60
+_FORWARD = 0.25
+"""Part of the work of a micro-batch that its forward is at least."""
+
 _ONCE_BYTES = 6
 """Bytes moved per element of a parameter once per step, for what is expected: its gradient of 4 and its copy of 2."""
 
@@ -60,6 +63,7 @@ class Space:
         name: of the strategy.
         counts: degree to the numbers of micro-batches that a named strategy is not yet tried with.
         refused: why some combination cannot be.
+        least_s: what any plan of any combination takes at least, by its kernels and what no schedule can help.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Space:
         self.degrees, self.name = tuple(degrees), strategy_named(options.strategy).name
         self.counts: dict[int, tuple[int, ...]] = {}
         self.refused: InputError | None = None
+        self.least_s = math.inf
         self.numbers = itertools.count()
         self._programs: dict[Recompute, Program] = {}
         self._cut_programs: dict[tuple[Recompute, int, bool], Program] = {}
@@ -133,6 +138,7 @@ class Space:
         for level in dict.fromkeys(item.recompute for item in found):
             items = [item for item in found if item.recompute == level]
             self.bound_by_kernels(items)
+            self.least_s = min(self.least_s, *(item.bound_s for item in items))
         return found
 
     def _of_degree(self, degree: int) -> list[Try]:
@@ -184,8 +190,8 @@ class Space:
     def bound(self, item: Try, work_s: float) -> None:
         """Raise what a combination takes at least, and is expected to, to what its work says: that of the whole batch on the devices of
         one stage."""
-        item.bound_s = max(item.bound_s, work_s * self.share(item))
-        item.seconds = max(item.seconds, item.bound_s)
+        item.bound_s = max(item.bound_s, work_s * self.least_share(item))
+        item.seconds = max(item.seconds, work_s * self.share(item))
 
     def share(self, item: Try) -> float:
         """Seconds of a step per second of work, as far as several stages per rank can help a pipeline that idles."""
@@ -193,6 +199,11 @@ class Space:
         each = each or max(1, min(STAGES_PER_RANK[-1], self.source.num_parts // item.degree))
         each = 1 if item.micro_batches == 1 else each  # one micro-batch is on one rank at a time
         return (1 + (item.degree - 1) / (item.micro_batches * each)) / item.degree
+
+    def least_share(self, item: Try) -> float:
+        """As :meth:`share`, for whatever schedule: one that splits the backward idles for the first forwards alone."""
+        splits = item.micro_batches > 1 and self.asked.schedule in (None, "zero_bubble", "zbv")
+        return (1 + (self.share(item) * item.degree - 1) * (_FORWARD if splits else 1.0)) / item.degree
 
     def bound_by_kernels(self, items: Sequence[Try]) -> None:
         """What kernels alone say of combinations of one level."""

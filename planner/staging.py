@@ -65,6 +65,8 @@ fits, so many times the bound is expected."""
 _FINEST = 1.1
 """Stages per part of the model at most, beside two per rank: finer ones are too unequal."""
 
+_BOUND = "kernels alone bound all plans in stages on the meshes that are searched (dp x cp x tp, unless they are given), so the gap is wide"
+
 _PER_HALVING = 0.04
 """Part by which communication is expected to make a step longer each time that sequence or model are cut in two, until it is known."""
 
@@ -185,7 +187,7 @@ class StageSearch:
         """What can be foreseen."""
         try:
             item.on = self.space.build(item)
-            item.task = item.on.foresee_changed(self.name, self._in_stages(item), _ROUGH, enough_s / self.space.share(item))
+            item.task = item.on.foresee_changed(self.name, self._in_stages(item), _ROUGH, enough_s / self.space.least_share(item))
         except InputError as e:
             self.space.refused = self.space.refused or e
             return
@@ -197,7 +199,7 @@ class StageSearch:
             self._with_less(item, ahead.free_bound_s)
         self.space.bound(item, ahead.bound_s)
         if math.isfinite(ahead.bound_s):
-            item.seconds = max(item.bound_s, min(ahead.about_s * share, _HARD * item.bound_s))
+            item.seconds = max(item.seconds, min(ahead.about_s, _HARD * ahead.bound_s) * share)
             heapq.heappush(self._heap, item)
         else:
             self._nothing_fits(item)
@@ -206,13 +208,13 @@ class StageSearch:
         assert item.on is not None and item.task is not None
         self._solves += 1
         try:
-            found = item.on.solve_task(self.name, item.task, _ROUGH, enough_s / self.space.share(item))
+            found = item.on.solve_task(self.name, item.task, _ROUGH, enough_s / self.space.least_share(item))
         except NoPlanFoundError:
             found = None  # memory is so short that the little effort of this search finds nothing: more recomputation comes next
         if isinstance(found, Found):
             item.found = found
             self.space.bound(item, found.solution.objective_s)
-            item.seconds = item.bound_s
+            item.seconds = found.solution.objective_s * self.space.share(item)
             heapq.heappush(self._heap, item)
         elif found is None:
             self._nothing_fits(item)
@@ -419,7 +421,11 @@ class StageSearch:
         told = "; ".join(f"{k}: {f.seconds:.4g} s" + ("" if f.fits else ", does not fit") for k, f in others.items())
         note = f"pipelines that were tried too: {told}" if told else ""
         plan = replace(self._spelled_out(best), solver={**self.clock.seconds, **sizes_of(best.item.found)})
-        return replace(plan, notes=(*plan.notes, *((note,) if note else ())))
+        step_s = plan.predicted.step_time_s
+        bound_s = min(step_s, self.space.least_s if self.name == "auto" else 0.0)
+        gap = (step_s - bound_s) / step_s if step_s else 0.0
+        notes = (*plan.notes, *((note,) if note else ()), _BOUND)
+        return replace(plan, notes=notes, objective_s=step_s, bound_s=bound_s, gap=gap)
 
     def _spelled_out(self, best: Finished) -> Plan:
         """The plan of the whole program."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import meshwright as mw
 from meshwright.inputs import call_of, model_of
 from meshwright.planner.meshes import MeshRequest, meshes_in_roles
 from meshwright.planner.options import Clock, Options
@@ -70,3 +71,19 @@ def test_one_micro_batch_is_on_one_rank_at_a_time():
     assert space().share(item) == pytest.approx(1.0)
     item.degree, item.micro_batches = 2, 16  # two layers on each: they can be two stages
     assert space().share(item) == pytest.approx((1 + 1 / 32) / 2)
+
+
+def test_no_plan_in_stages_takes_less_than_the_bound_that_one_is_said_to_have():
+    ids = torch.empty(32, 256, dtype=torch.int64, device="meta")
+    options = {"precision": "bf16-mixed", "alternatives": False}
+
+    def planned(**asked: object):
+        return mw.plan(llama, "1x4xH100", {"input_ids": ids, "labels": ids}, **options, **asked)
+
+    best = planned(degrees={"pp": 2})
+    assert 0 < best.bound_s <= best.objective_s == best.predicted.step_time_s
+    assert best.gap == pytest.approx((best.objective_s - best.bound_s) / best.objective_s)
+    asked = [("1f1b", 4), ("interleaved_1f1b", 4), ("zero_bubble", 4), ("zbv", 8), ("gpipe", 16), ("naive", 1)]
+    others = [planned(degrees={"pp": 2}, schedule=name, micro_batches=count) for name, count in asked]
+    assert all(best.bound_s <= other.objective_s for other in others)
+    assert best.objective_s <= min(o.objective_s for o in others if o.pipeline.micro_batches > 1) * 1.02  # one is not searched
