@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -43,6 +43,10 @@ ON_MISSING_RULE = ("replicate", "error")
 
 WORTH_STAGES = 0.02
 """Stages are taken by themselves only where they make a step shorter by more than this part: they train with ``pm.step`` alone."""
+
+CLEARLY = 0.2
+"""Where memory makes all plans without stages slower, plans with stages that are faster than the bound of the others by more than this
+part are looked for first. The part is what a third axis may bring beside: the bound speaks of one and two."""
 
 MOST_STAGES = 64
 """Pipeline ranks that are looked at where nobody says how many."""
@@ -261,27 +265,40 @@ def _plan_with_or_without_stages(
 ) -> Plan:
     """The plan of the whole program on all devices, or one in stages: where that alone fits, or is faster by more than a margin."""
     degrees = _degrees_to_try(captured, target, request)
+
+    def in_stages(bar_s: float) -> Plan | None:
+        if not stages_if_faster or not degrees:
+            return None
+        try:
+            return _search_in_stages(captured, target, request, PipelineRequest(degrees[0]), model, tell, degrees, bar_s)
+        except (InfeasibleError, InputError):
+            return None
+
+    early: list[Plan] = []
+
+    def is_beaten(bound_s: float) -> bool:
+        staged = in_stages(bound_s * (1 - CLEARLY)) if math.isfinite(bound_s) else None
+        early.extend([] if staged is None else [staged])
+        return staged is not None
+
     try:
-        plan = _plan_whole(captured, target, request, model, tell)
+        plan = _plan_whole(captured, target, request, model, tell, is_beaten)
     except InfeasibleError as e:
         if not degrees or e.binding != "memory":
             raise
         try:
             return _plan_in_stages(captured, target, request, PipelineRequest(degrees[0]), model, tell, degrees=degrees)
-        except (InfeasibleError, InputError) as in_stages:
-            e.add_note(f"in pipeline stages: {in_stages}")
+        except (InfeasibleError, InputError) as in_no_stages:
+            e.add_note(f"in pipeline stages: {in_no_stages}")
             raise e from None
-    if not stages_if_faster or not degrees:
-        return plan
-    bar_s = plan.predicted.step_time_s * (1 - WORTH_STAGES)
-    try:
-        staged = _search_in_stages(captured, target, request, PipelineRequest(degrees[0]), model, tell, degrees, bar_s)
-    except (InfeasibleError, InputError):
-        return plan
-    if staged is None:
+    if isinstance(plan, search.Beaten):
+        note = f"without pipeline stages: at least {plan.bound_s:.4g} s per step on any mesh of one or two axes"
+        return replace(early[0], notes=(*early[0].notes, note), alternatives=plan.alternatives)
+    found = in_stages(plan.predicted.step_time_s * (1 - WORTH_STAGES))
+    if found is None:
         return plan
     note = f"without pipeline stages: {plan.predicted.step_time_s:.4g} s per step on mesh {plan.mesh}"
-    return replace(staged, notes=(*staged.notes, note), alternatives=plan.alternatives)
+    return replace(found, notes=(*found.notes, note), alternatives=plan.alternatives)
 
 
 def _degrees_to_try(captured: Folded, target: Target, request: Request) -> tuple[int, ...]:
@@ -294,15 +311,22 @@ def _degrees_to_try(captured: Folded, target: Target, request: Request) -> tuple
     return tuple(n for n in range(2, most + 1) if devices % n == 0)
 
 
-def _plan_whole(captured: Folded, target: Target, request: Request, model: str, tell: debug.Progress) -> Plan:
-    """The plan of the whole program on all devices of ``target``."""
+def _plan_whole(
+    captured: Folded,
+    target: Target,
+    request: Request,
+    model: str,
+    tell: debug.Progress,
+    is_beaten: Callable[[float], bool] = lambda bound_s: False,
+) -> Plan | search.Beaten:
+    """The plan of the whole program on all devices of ``target``, unless all are beaten."""
     options = request.options(model, tell)
     meshes = logical_meshes(target.topology, request.mesh_request(), search=target.searched)
     split = partial(finer, target.topology) if len(meshes) > 1 else None
-    found, notes = _folded_plan(captured, meshes, options, split, tell)
+    found, notes = _folded_plan(captured, meshes, options, split, tell, is_beaten)
     if found is None:
-        found = search.search_plan(captured.unfolded, meshes, options, split)
-    return replace(found, notes=(*found.notes, *captured.notes, *notes))
+        found = search.search_unless_beaten(captured.unfolded, meshes, options, split, is_beaten)
+    return found if isinstance(found, search.Beaten) else replace(found, notes=(*found.notes, *captured.notes, *notes))
 
 
 def _plan_in_enough_stages(
@@ -406,14 +430,17 @@ def _folded_plan(
     options: search.Options,
     split: search.Finer | None,
     tell: debug.Progress,
-) -> tuple[Plan | None, tuple[str, ...]]:
+    is_beaten: Callable[[float], bool],
+) -> tuple[Plan | search.Beaten | None, tuple[str, ...]]:
     """The plan of the folded program said of the whole one; None, and why, where it does not stand for it."""
     if not captured.repeats:
         return None, ()
     try:
-        found = search.search_plan(captured, meshes, options, split)
+        found = search.search_unless_beaten(captured, meshes, options, split, is_beaten)
     except Unlike as e:
         return None, (f"planned whole: {e}",)
+    if isinstance(found, search.Beaten):
+        return found, ()
     tell("expand")
     started = time.perf_counter()
     program = captured.at(found.recompute)

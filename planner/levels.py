@@ -84,8 +84,16 @@ Try = Callable[[Recompute], Tried[Found]]
 Promise = Callable[[Recompute, int | None, float], tuple[float, float]]
 
 
-def best(program: Recomputable, limit_bytes: int, attempt: Try[Found], promise: Promise, *, training: bool) -> list[Tried[Found]]:
-    """All choices that were tried, the best one first.
+def best(
+    program: Recomputable,
+    limit_bytes: int,
+    attempt: Try[Found],
+    promise: Promise,
+    *,
+    training: bool,
+    is_beaten: Callable[[float], bool] = lambda bound_s: False,
+) -> list[Tried[Found]]:
+    """All choices that were tried, the best one first; none where all are beaten.
 
     Args:
         program: the program.
@@ -93,19 +101,23 @@ def best(program: Recomputable, limit_bytes: int, attempt: Try[Found], promise: 
         attempt: plans one choice.
         promise: bounds of one choice, far cheaper than a plan.
         training: whether there is a backward at all.
+        is_beaten: whether something else is known that no plan of any choice can beat, which take at least so many seconds; asked where
+            memory makes all of them slower.
     """
     known: dict[str, Tried[Found]] = {}
-    for level in _most_promising_first(promise) if training else LEVELS[:1]:
+    for level in _most_promising_first(promise, is_beaten) if training else LEVELS[:1]:
         if not any(t.is_free and LEVELS.index(lower) < LEVELS.index(level) for lower, t in known.items()):
             known[level] = attempt(Recompute(level))
     tried = [known[level] for level in LEVELS if level in known]
+    if not tried:
+        return []
     chosen = min(range(len(tried)), key=lambda i: tried[i].step_time_s)
     if chosen and tried[chosen].found is not None:
         tried += _mixtures(program, limit_bytes, attempt, tried[chosen - 1], tried[chosen])
     return sorted(tried, key=lambda t: t.step_time_s)
 
 
-def _most_promising_first(promise: Promise) -> Iterator[str]:
+def _most_promising_first(promise: Promise, is_beaten: Callable[[float], bool]) -> Iterator[str]:
     """The levels; in their order unless memory makes the first one slower wherever one looks."""
     for few in _A_LOOK:
         if _is_unhurt(promise(Recompute(LEVELS[0]), few, math.inf)):
@@ -115,7 +127,10 @@ def _most_promising_first(promise: Promise) -> Iterator[str]:
     for level in (*LEVELS[:0:-1], LEVELS[0]):  # from the one that memory hurts least: what is above its bound need not be known
         promised = promise(Recompute(level), None, min(bounds.values(), default=math.inf))
         bounds[level] = promised[0]
-    yield from LEVELS if _is_unhurt(promised) else sorted(LEVELS, key=bounds.__getitem__)
+    if _is_unhurt(promised):
+        yield from LEVELS
+    elif not is_beaten(min(bounds.values())):
+        yield from sorted(LEVELS, key=bounds.__getitem__)
 
 
 def _is_unhurt(promised: tuple[float, float]) -> bool:

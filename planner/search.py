@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.planner import levels
@@ -34,7 +34,7 @@ from meshwright.planner.solve.optimise import Effort
 from meshwright.planner.solve.strategies import STRATEGIES, axis_name_rules, strategy_named
 from meshwright.planner.spell import checked_plan
 
-__all__ = ["STRATEGIES", "Options", "make_plan", "search_plan", "strategy_named"]
+__all__ = ["STRATEGIES", "Beaten", "Options", "make_plan", "search_plan", "search_unless_beaten", "strategy_named"]
 
 # What the strategies beside the plan are worth: they are for comparison, and stop at a wider gap.
 _COMPARED = Effort(gap=3e-2, nodes=20, prices=4, foreseen=1.0)
@@ -70,6 +70,19 @@ def make_plan(
     return search_plan(source, (LogicalMesh(mesh, hardware, rules, "the axis names"),), options)
 
 
+@dataclass(frozen=True)
+class Beaten:
+    """That no plan can beat what is known otherwise.
+
+    Attributes:
+        bound_s: what any plan takes at least, on any of the meshes.
+        alternatives: the named strategies.
+    """
+
+    bound_s: float
+    alternatives: tuple[Alternative, ...]
+
+
 def search_plan(
     source: Capture | Recomputable, meshes: Sequence[LogicalMesh], options: Options, finer: Finer | None = None
 ) -> Plan:
@@ -86,16 +99,37 @@ def search_plan(
         MeshwrightError: as :func:`make_plan`.
     """
     if not isinstance(source, Capture):
-        return _Levels(source, meshes, options).plan(finer)
+        plan = _Levels(source, meshes, options).plan(finer)
+        assert isinstance(plan, Plan)
+        return plan
     search = _Search(Program.of(source, meshes[0].hardware, options), meshes)
     return search.plan(search.race(), finer)
+
+
+def search_unless_beaten(
+    source: Recomputable, meshes: Sequence[LogicalMesh], options: Options, finer: Finer | None, is_beaten: Callable[[float], bool]
+) -> Plan | Beaten:
+    """As :func:`search_plan`, unless something else is known that no plan can beat.
+
+    Args:
+        source, meshes, options, finer: as of :func:`search_plan`.
+        is_beaten: whether there is, given what any plan takes at least; asked once, and only where memory makes all plans slower.
+    """
+    return _Levels(source, meshes, options, is_beaten).plan(finer)
 
 
 class _Levels:
     """One call of :func:`search_plan` for a program that can be had with different recomputation."""
 
-    def __init__(self, source: Recomputable, meshes: Sequence[LogicalMesh], options: Options):
+    def __init__(
+        self,
+        source: Recomputable,
+        meshes: Sequence[LogicalMesh],
+        options: Options,
+        is_beaten: Callable[[float], bool] = lambda bound_s: False,
+    ):
         self.source, self.meshes, self.options = source, meshes, options
+        self._is_beaten_by, self._bound_s = is_beaten, 0.0
         self.clock = Clock(options.progress)
         self.limit_bytes = options.memory_limit(meshes[0].hardware)
         self.best: Tried[_Search] | None = None
@@ -104,13 +138,16 @@ class _Levels:
         self.searches: dict[Recompute, _Search | Tried[_Search]] = {}
         self.prices: dict[str, Prices] = {}
 
-    def plan(self, finer: Finer | None) -> Plan:
+    def plan(self, finer: Finer | None) -> Plan | Beaten:
         """Try the choices, and spell out the best."""
         if self.options.recompute is not None:
             tried = [self._attempt(Recompute(self.options.recompute))]
         else:
+            attempt, promise = self._attempt, self._promise
             training = self.source.capture_at(Recompute()).training
-            tried = levels.best(self.source, self.limit_bytes, self._attempt, self._promise, training=training)
+            tried = levels.best(self.source, self.limit_bytes, attempt, promise, training=training, is_beaten=self._is_beaten)
+        if not tried:
+            return Beaten(self._bound_s, self._alternatives())
         found = [t.found for t in tried if t.found is not None]
         search = found[0] if found[0].raced.best is not None else found[-1]
         plan = search.plan(search.raced, finer)
@@ -119,6 +156,15 @@ class _Levels:
     def _promise(self, recompute: Recompute, few: int | None, enough_s: float) -> tuple[float, float]:
         search = self._search(recompute)
         return (math.inf, math.inf) if isinstance(search, Tried) else search.bounds_s(few, enough_s)
+
+    def _is_beaten(self, bound_s: float) -> bool:
+        self._bound_s = bound_s
+        return self._is_beaten_by(bound_s)
+
+    def _alternatives(self) -> tuple[Alternative, ...]:
+        """The named strategies with the most recomputation that can be had."""
+        searches = [s for s in (self._search(Recompute(level)) for level in reversed(LEVELS)) if isinstance(s, _Search)]
+        return searches[0].alternatives(self.options.strategy)[0] if searches else ()
 
     def _attempt(self, recompute: Recompute) -> Tried[_Search]:
         search = self._search(recompute)
@@ -251,14 +297,11 @@ class _Search:
         race.best = race.best or self._smallest_that_fits()
         if race.best is None:
             raise self._why_none(race)
-        best, alternatives, known = race.best, tuple[Alternative, ...](), [race.best]
-        if self.options.alternatives:
-            with self.clock.phase("alternatives"):
-                others = [self._alternative(other) for other in _others(name)]
-            alternatives = tuple(a for a, _ in others)
-            if name == "auto":
-                best = self._if_it_fits(_not_worse(best, [f for a, f in others if a.fits and f is not None]), best)
-            known += [f for _, f in others if f is not None]
+        best = race.best
+        alternatives, others, fitting = self.alternatives(name)
+        if name == "auto":
+            best = self._if_it_fits(_not_worse(best, fitting), best)
+        known = [race.best, *others]
         if name == "auto" and finer is not None and not self.options.pins:
             best = self._finer(race, best, known, finer(best.on.where))
         best = self._polished(race, best)
@@ -305,6 +348,15 @@ class _Search:
         return race.best
 
     # --- the named strategies beside the plan ---
+
+    def alternatives(self, name: str) -> tuple[tuple[Alternative, ...], list[Found], list[Found]]:
+        """All others than that of the plan, if they are asked for; their plans, and those of them that fit."""
+        if not self.options.alternatives:
+            return (), [], []
+        with self.clock.phase("alternatives"):
+            others = [self._alternative(other) for other in _others(name)]
+        found = [f for _, f in others if f is not None]
+        return tuple(a for a, _ in others), found, [f for a, f in others if a.fits and f is not None]
 
     def _natural(self, name: str) -> list[OnMesh]:
         """The meshes that a named strategy is used on: all devices in one axis, or as they are given; tensor parallelism inside

@@ -1,0 +1,96 @@
+"""In which order levels of recomputation are planned, and when none is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+
+from meshwright.planner import levels
+from meshwright.planner.ir.plan import Plan
+from meshwright.planner.ir.recompute import Recompute
+from meshwright.planner.levels import Tried
+from meshwright.planner.meshes import MeshRequest, logical_meshes
+from meshwright.planner.repeat import Folded, capture_folded
+from meshwright.planner.search import Beaten, Options, search_unless_beaten
+from meshwright.target import target_of
+from tests.test_repeat import BATCH, Tower
+
+
+@dataclass
+class Blocks:
+    """Ten blocks, any number of which can be computed again."""
+
+    counts: tuple[int, ...] = tuple(range(11))
+    num_parts: int = 10
+
+
+class Levels:
+    """What each level promises and gives, and what was asked in which order."""
+
+    def __init__(self, bounds: dict[str, tuple[float, float]]):
+        self.bounds, self.planned, self.enough = bounds, list[str](), dict[str, float]()
+
+    def promise(self, recompute: Recompute, few: int | None, enough_s: float) -> tuple[float, float]:
+        if few is None:
+            self.enough[recompute.level] = enough_s
+        return self.bounds[recompute.level]
+
+    def attempt(self, recompute: Recompute) -> Tried[str]:
+        self.planned.append(str(recompute))
+        time_s = self.bounds[recompute.level][0] if not recompute.is_mixed else math.inf
+        return Tried(recompute, str(recompute), time_s, 0.0, 10.0, False)
+
+
+HURT = {"none": (3.0, 1.0), "selective": (1.5, 1.2), "full": (1.6, 1.4)}
+
+
+def test_where_memory_does_not_hurt_levels_come_in_their_order():
+    asked = Levels({**HURT, "none": (1.0, 1.0)})
+    found = levels.best(Blocks(), 1, asked.attempt, asked.promise, training=True)
+    assert asked.planned[0] == "none" and found[0].recompute.level == "none"
+    assert not asked.enough, "only a look at few meshes"
+
+
+def test_where_it_does_the_lowest_bound_comes_first_and_no_bound_is_made_tighter_than_the_lowest():
+    asked = Levels(HURT)
+    found = levels.best(Blocks(), 1, asked.attempt, asked.promise, training=True)
+    assert asked.planned[:3] == ["selective", "full", "none"]
+    assert found[0].step_time_s == 1.5
+    assert asked.enough == {"full": math.inf, "selective": 1.6, "none": 1.5}
+
+
+def test_nothing_is_planned_where_all_is_beaten():
+    asked, told = Levels(HURT), list[float]()
+    found = levels.best(
+        Blocks(), 1, asked.attempt, asked.promise, training=True, is_beaten=lambda bound_s: told.append(bound_s) or True
+    )
+    assert found == [] and asked.planned == [] and told == [1.5]
+
+
+# --- on a program -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tower() -> Folded:
+    return capture_folded(Tower(6), kwargs=BATCH)
+
+
+def test_a_search_that_is_beaten_says_what_plans_take_at_least(tower: Folded, monkeypatch: pytest.MonkeyPatch):
+    target = target_of("1x4xH100", None)
+    meshes, told = logical_meshes(target.topology, MeshRequest(), search=True), list[float]()
+
+    def is_beaten(bound_s: float) -> bool:
+        told.append(bound_s)
+        return True
+
+    best = search_unless_beaten(tower, meshes, Options(), None, is_beaten)
+    assert isinstance(best, Plan) and not told, "memory hurts nowhere"
+    monkeypatch.setattr(levels, "_HURTS", -1.0)
+    beaten = search_unless_beaten(tower, meshes, Options(), None, is_beaten)
+    assert isinstance(beaten, Beaten) and told == [beaten.bound_s]
+    assert 0.9 * best.predicted.step_time_s < beaten.bound_s <= best.predicted.step_time_s
+    assert {a.strategy for a in beaten.alternatives} == {a.strategy for a in best.alternatives}
+    going_on = search_unless_beaten(tower, meshes, Options(), None, lambda bound_s: False)
+    assert isinstance(going_on, Plan) and going_on.predicted.step_time_s == pytest.approx(best.predicted.step_time_s, rel=1e-2)
