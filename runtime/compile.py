@@ -47,9 +47,23 @@ def compiled_later(module: fx.GraphModule, fake_mode: Any) -> Runner:
 def compile_module(module: fx.GraphModule, fake_mode: Any) -> Runner:
     """Compile one graph of a program; it is left as it is."""
     module = copy.deepcopy(module)  # Inductor rewrites what it is given
+    _convert_bools(module)
     examples = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     with tracing(TracingContext(fake_mode)):
         return standalone_compile(module, examples, dynamic_shapes="from_example_inputs")
+
+
+def _convert_bools(module: fx.GraphModule) -> None:
+    """Convert bools to bytes and back by value: what travels between ranks is reinterpreted (``view``), and for that Inductor writes
+    C++ that does not compile (torch 2.13, vectorised kernels)."""
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.dtype):
+        x, wanted = node.args
+        types = x.meta["val"].dtype, wanted
+        if types == (torch.uint8, torch.bool):
+            node.target, node.args = torch.ops.aten.ne.Scalar, (x, 0)
+        elif types == (torch.bool, torch.uint8):
+            node.target, node.args, node.kwargs = torch.ops.aten._to_copy.default, (x,), {"dtype": torch.uint8}
+    module.recompile()
 
 
 def package(exported: Any, path: Path) -> None:
