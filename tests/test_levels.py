@@ -90,7 +90,7 @@ def test_a_search_that_is_beaten_says_what_plans_take_at_least(tower: Folded, mo
     monkeypatch.setattr(levels, "_HURTS", -1.0)
     beaten = search_unless_beaten(tower, meshes, Options(), None, is_beaten)
     assert isinstance(beaten, Beaten) and told == [beaten.bound_s]
-    assert 0.9 * best.objective_s < beaten.bound_s <= best.objective_s * (1 + 1e-9)
+    assert 0.9 * best.objective_s < beaten.bound_s <= best.objective_s * (1 + 1e-6)
     assert {a.strategy for a in beaten.alternatives} == {a.strategy for a in best.alternatives}
     going_on = search_unless_beaten(tower, meshes, Options(), None, lambda bound_s: False)
     assert isinstance(going_on, Plan) and going_on.predicted.step_time_s == pytest.approx(best.predicted.step_time_s, rel=1e-2)
