@@ -49,12 +49,13 @@ def trial(
     return Trial(label, ALL[name], ALL[name].model(), capture, plan, reference(name))
 
 
-def start(given: Trial, timeout_s: float | None = None) -> PipelineModule:
+def start(given: Trial, timeout_s: float | None = None, *, compile: bool = False) -> PipelineModule:
     """The module on all ranks of this world."""
     assert given.plan.pipeline is not None
     sizes = (given.plan.pipeline.degree, *given.plan.mesh.sizes)
     names = ("pp", *(f"in{i}" for i in range(given.plan.mesh.num_axes)))
-    pm = build(given.model, given.capture, given.plan, init_device_mesh("cpu", sizes, mesh_dim_names=names), timeout_s=timeout_s)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    pm = build(given.model, given.capture, given.plan, mesh, timeout_s=timeout_s, compile=compile)
     assert isinstance(pm, PipelineModule)
     return pm
 

@@ -10,7 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from meshwright.runtime.compile import _convert_bools
 from meshwright.runtime.random import SeedSequence
-from tests.helpers.equality import gathered, scalar_of
+from tests.helpers import pipelines
+from tests.helpers.equality import Trial, gathered, scalar_of
 from tests.helpers.models import ALL
 from tests.helpers.prepared import captured, reference
 from tests.helpers.ranks import run_ranks
@@ -58,6 +59,16 @@ def test_a_compiled_step_equals_one_process():
 @pytest.mark.parametrize("name", ["gpt2", "cnn", "unused", "mlp_dropout"])
 def test_compiled_models_equal_one_process(name):
     assert_compiled_is_equal(name)
+
+
+def _compiled_in_stages(rank: int, given: Trial) -> list[str]:
+    return pipelines.differences(pipelines.start(given, compile=True), given.case.batch(), given.reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_compiled_stages_equal_one_process(schedule):
+    assert run_ranks(2, _compiled_in_stages, pipelines.trial("mlp", schedule, 4), timeout=400) == [[], []]
 
 
 def test_bools_that_travel_as_bytes_are_converted_by_value_for_inductor():
