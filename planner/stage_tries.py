@@ -31,6 +31,7 @@ class Try:
         bound_s: what any step with it takes at least.
         kernels_s: what its kernels alone take at least.
         once_s: about what its gradients and parameters take to be sent once per step.
+        hides: whether what is done once per step counts as hidden behind compute.
         less: whether it was tried with more recomputation.
         on: where it is looked at, once it is; ``task`` its problem, and what is known of it.
         found: its solution, once there is one.
@@ -48,6 +49,7 @@ class Try:
     bound_s: float = field(compare=False, default=0.0)
     kernels_s: float = field(compare=False, default=0.0)
     once_s: float = field(compare=False, default=0.0)
+    hides: bool = field(compare=False, default=False)
     less: bool = field(compare=False, default=False)
     on: OnMesh | None = field(compare=False, default=None)
     task: Task | None = field(compare=False, default=None)

@@ -67,6 +67,9 @@ _FINEST = 1.1
 
 _BOUND = "kernels alone bound all plans in stages on the meshes that are searched (dp x cp x tp, unless they are given), so the gap is wide"
 
+_MISSED = 1.03
+"""A simulated step over what the solver said from which on the combination is solved once more with what is done once per step hidden."""
+
 _PER_HALVING = 0.04
 """Part by which communication is expected to make a step longer each time that sequence or model are cut in two, until it is known."""
 
@@ -233,7 +236,9 @@ class StageSearch:
 
         def change(tables: Tables) -> Problem:
             assert item.on is not None
-            once = item.on.costs.time.is_once if isinstance(item.on.costs, MicroCosts) else lambda value: False
+            costs = item.on.costs
+            is_once = costs.time.is_once if isinstance(costs, MicroCosts) else _never
+            once = None if item.hides else is_once
             count = item.degree, item.micro_batches
             return as_one_rank(tables, *count, whole_sums=whole, limit_bytes=limit, once=once, busy=busy)
 
@@ -284,6 +289,8 @@ class StageSearch:
         if done is None:
             return None
         self.finished.append(done)
+        if done.seconds > item.found.solution.objective_s * self.space.share(item) * _MISSED and not item.hides:
+            self._push_like(item, hides=True)
         if done.fits:
             return self._less_recomputation(done) or done
         rescued = self._balanced(done)
@@ -461,3 +468,7 @@ def _cut_inside(item: Try) -> tuple[int, int]:
 def _in_flight(item: Try) -> tuple[Recompute, int, int]:
     """What says how much micro-batches in flight hold."""
     return item.recompute, item.degree, item.micro_batches
+
+
+def _never(value: str) -> bool:
+    return False

@@ -32,7 +32,7 @@ def as_one_rank(
     *,
     whole_sums: bool,
     limit_bytes: int | None,
-    once: Callable[[str], bool],
+    once: Callable[[str], bool] | None,
     busy: float,
 ) -> Problem:
     """The problem with the memory of one rank, a limit for that, and what is done once per step.
@@ -43,7 +43,8 @@ def as_one_rank(
         micro_batches: per step.
         whole_sums: whether gradients are summed as their ops make them, rather than in the pieces in which parameters rest.
         limit_bytes: per device; None for no limit.
-        once: whether a value is brought to where it is needed once per step; kept copies of parameters are.
+        once: whether a value is brought to where it is needed once per step; kept copies of parameters are. None: hide that behind
+            compute as without stages, which suits plans whose parameters are gathered by every micro-batch.
         busy: share of the step's micro-batches that a rank is busy: by so much less counts what is done once.
     """
     scale = {
@@ -56,17 +57,20 @@ def as_one_rank(
         "gradients": 0.0,
     }
     sums = _sums(tables) if whole_sums else {}
-    choices = tuple(_changed(choice, scale, sums.get(g), degree, busy) for g, choice in enumerate(tables.problem.choices))
-    flows = tuple(replace(f, hidden=False, count=f.count * busy) if once(f.name) else f for f in tables.problem.flows)
+    exposes = None if once is None else busy
+    choices = tuple(_changed(choice, scale, sums.get(g), degree, exposes) for g, choice in enumerate(tables.problem.choices))
+    flows = tables.problem.flows
+    if once is not None:
+        flows = tuple(replace(f, hidden=False, count=f.count * busy) if once(f.name) else f for f in flows)
     peaks = tuple(p for p in tables.problem.peaks if p.category != ELSEWHERE)
     return replace(tables.problem, choices=choices, flows=flows, peaks=peaks, memory_limit_bytes=limit_bytes)
 
 
-def _changed(choice: Choice, scale: Mapping[str, float], sums: np.ndarray | None, degree: int, busy: float) -> Choice:
-    gather_s = None if choice.gather_s is None else choice.gather_s * busy
+def _changed(choice: Choice, scale: Mapping[str, float], sums: np.ndarray | None, degree: int, exposes: float | None) -> Choice:
+    gather_s = choice.gather_s if choice.gather_s is None or exposes is None else choice.gather_s * exposes
     sizes = {k: v * scale.get(k, 1.0) for k, v in choice.memory_bytes.items() if scale.get(k, 1.0)}
     sizes = sizes if sums is None else {**sizes, "gradients": sums / degree}
-    return replace(choice, memory_bytes=sizes, gather_s=gather_s, gather_hidden=False)
+    return replace(choice, memory_bytes=sizes, gather_s=gather_s, gather_hidden=choice.gather_hidden and exposes is None)
 
 
 def _sums(tables: Tables) -> dict[int, np.ndarray]:
