@@ -2,33 +2,38 @@
 
     python benchmarks/strategies.py [--ranks 4] [--rounds 7] [--only ddp ...] [--json]
 
-First the ranks measure, all at once as they will run: matmul rate, memory rate, cost of a small op, cost of gloo collectives by size.
-With that record every strategy is planned for two models; then all of them run in turn, round by round, so that what else the machine
-does falls on all alike. A step is forward and backward; the optimizer runs outside the clock, but does run, so that what is gathered
-once per step is gathered. Nothing is fitted to the strategies.
+First the ranks measure, all at once as they will run: matmul rate, memory rate, cost of a small op, cost of gloo collectives by size and
+group, cost of an action of a pipeline besides its kernels and messages. With that record every strategy is planned for two models; then
+all of them run in turn, round by round, so that what else the machine does falls on all alike; of two steps in a row the second is
+timed. A step is forward and backward; the optimizer runs outside the clock, but does run, so that what is gathered once per step is
+gathered. Nothing is fitted to the strategies.
 
 Where there are more ranks than cores, wall clock tells how ranks wait for a core, not how fast a strategy is: one that leaves ranks
 idle looks fast. The time of a step is therefore that of ranks with a core each: the CPU seconds of a rank's process, all its threads,
-gloo's too. Without stages that is the busiest rank's; with stages the step is replayed, as benchmarks/pipeline.py does: each rank's
+gloo's too. Every rank is held to one core: else gloo's thread spins on a lock whose holder waits for another core, for longer than the
+step takes. Without stages the time is the busiest rank's; with stages the step is replayed, as benchmarks/pipeline.py does: each rank's
 actions in the order in which they ran, each with its own CPU seconds, to which what the rank does beside its actions is added in
-proportion. The machine is measured by the same clock. Wall seconds are printed too.
+proportion. The machine is measured by the same clock, collectives between kernels as in a step. Freed memory is kept, as a GPU's
+allocator keeps it. Wall seconds are printed too.
 
-Printed: seconds, Spearman's rank correlation of predicted and measured times, and the regret of ``auto``: its measured time over the
-best measured. A plan prices every collective as one of its own, while small ones share buffers when they run: "in buffers" is the
-prediction without the latencies that sharing saves.
+Printed: seconds, Spearman's rank correlation of predicted and measured times (equal predictions share a rank), and the regret of
+``auto``: its measured time over the best measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
+import math
 import os
 import statistics
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,9 +45,10 @@ from torch import distributed as dist, multiprocessing as mp, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshwright as mw
-from meshwright.passes.verify import collectives_of
 from meshwright.planner.cost import DEVICES
 from meshwright.planner.cost.comm import collective_s
+from meshwright.planner.cost.devices import matmul_tiles
+from meshwright.planner.ir.buffers import GATHER_BYTES
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.hardware import Device, Hardware, Link
 from meshwright.planner.orders import Action
@@ -66,8 +72,9 @@ STRATEGIES = (
     "3d",
     "model_parallel",
 )
-SMALL, LARGE = 1 << 4, 1 << 23
-"""Elements of the all_reduces that latency and rate come from."""
+c10d = torch.ops._c10d_functional
+SMALL, LARGE = 1 << 4, GATHER_BYTES // 4
+"""Elements of the all_reduces that latency and rate come from; the larger is as large as a buffer that small ones share."""
 
 
 def _transformer() -> Model:
@@ -98,10 +105,34 @@ def _vectors() -> dict[str, torch.Tensor]:
     return {"x": torch.randn(64, 1024, generator=g), "target": torch.randn(64, 1024, generator=g)}
 
 
+class Plain(nn.Module):
+    """Whatever, for what a pipeline takes besides its kernels, which leave nothing else in the cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, torch.Tensor]]]] = {
     "transformer": (_transformer, _tokens),
     "wide": (Wide, _vectors),
+    "plain": (Plain, lambda: {"x": torch.ones(64, 512)}),
 }
+COMPARED = ("transformer", "wide")
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A strategy that is planned."""
+
+    strategy: str
+    capture: Capture
+    plan: mw.Plan
 
 
 # --- this machine -------------------------------------------------------------------------------------------------
@@ -121,7 +152,7 @@ def _cpu_s(run: Callable[[], Any], times: int) -> float:
 
 
 def _small_ops() -> None:
-    """Kernels on so few elements that all they cost is to be called."""
+    """Kernels and views of so few elements that all they cost is to be called."""
     x, w, one = torch.randn(8, 8), torch.randn(8, 8), torch.ones(8)
     for _ in range(200):
         y = torch.mm(torch.reshape(x, [8, 8]), torch.permute(w, [1, 0]))
@@ -130,26 +161,99 @@ def _small_ops() -> None:
         torch.sum(y, [0], False)
 
 
-def measured_hardware() -> Hardware:
-    """What one rank gets of this machine while all of them run; equal on all ranks."""
+def measured_hardware(plain: Ready) -> Hardware:
+    """What one rank gets of this machine while all of them run; equal on all ranks. ``plain``: a pipeline."""
     rows, n, ranks = 128, 512, dist.get_world_size()
     a, b = torch.randn(rows, n), torch.randn(n, n)
     with torch.no_grad():
         matmul_s = _cpu_s(lambda: [a @ b for _ in range(64)], 9) / 64
         x, y, z = (torch.randn(1 << 22) for _ in range(3))
         add_s = _cpu_s(lambda: [torch.add(x, y, out=z) for _ in range(4)], 9) / 4
-        small_op_s = _cpu_s(_small_ops, 9) / (200 * 5)
-    little, much = torch.zeros(SMALL), torch.zeros(LARGE)
-    short_s = _cpu_s(lambda: [dist.all_reduce(little) for _ in range(20)], 9) / 20
-    long_s = _cpu_s(lambda: dist.all_reduce(much), 7)
-    latency_s = short_s / (1 + 2 * (ranks - 1))
-    moved = 2 * (ranks - 1) / ranks * LARGE * 4
-    flops, rate = 2 * rows * n * n / matmul_s, 3 * x.numel() * 4 / add_s
+        small_op_s = _cpu_s(_small_ops, 9) / (200 * 7)
+    _, edge = matmul_tiles(DEVICES["CPU"])
+    flops, rate = 2 * (rows + edge) * (n + edge) ** 2 / matmul_s, 3 * x.numel() * 4 / add_s
     source = f"CPU seconds on {ranks} local ranks of {os.cpu_count()} cores together, load {os.getloadavg()[0]:.1f}"
-    base = DEVICES["CPU"]
+    link, base = _measured_link(source), DEVICES["CPU"]
     peaks = {name: peak / base.peak_flops_per_s["float32"] * flops / 0.9 for name, peak in base.peak_flops_per_s.items()}
-    device = Device("CPU", base.memory_bytes, rate, peaks, base.matmul_efficiency, small_op_s, source)
-    return Hardware(device, (Link("gloo", moved / max(long_s - short_s, 1e-6), latency_s, source),), source)
+    action_s = _action_overhead_s(plain, link.latency_s)
+    measured = {
+        "memory_bytes_per_s": rate,
+        "peak_flops_per_s": peaks,
+        "kernel_overhead_s": small_op_s,
+        "action_overhead_s": action_s,
+    }
+    device = replace(base, source=source, **measured)
+    return Hardware(device, (link,), source)
+
+
+def _measured_link(source: str) -> Link:
+    """Latency: the geometric mean of what all_reduces of all ranks and of pairs say; rate: that of long ones of all ranks."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    pairs = [dist.new_group([i, min(i + 1, ranks - 1)][: ranks - i]) for i in range(0, ranks, 2)]
+    little, much, unit = torch.zeros(SMALL), torch.zeros(LARGE), Link("gloo", math.inf, 1.0, "")
+    short_s, latencies = 0.0, []
+    for group in (pairs[rank // 2], dist.group.WORLD):
+        if dist.get_world_size(group) > 1:
+            short_s = _between_kernels_s(partial(_all_reduce, little, group.group_name))
+            latencies.append(short_s / collective_s(unit, "all_reduce", dist.get_world_size(group), 0))
+    long_s = _cpu_s(lambda: [_all_reduce(much, dist.group.WORLD.group_name) for _ in range(4)], 9) / 4
+    moved = 2 * (ranks - 1) / ranks * LARGE * 4
+    return Link("gloo", moved / max(long_s - short_s, 1e-6), statistics.geometric_mean(latencies), source)
+
+
+def _all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
+    """As a program does it."""
+    return c10d.wait_tensor(c10d.all_reduce_(x, "sum", group))
+
+
+def _between_kernels_s(call: Callable[[], Any]) -> float:
+    """CPU seconds of a call where kernels run before and behind, as in a step: ranks come to it one by one, with caches full of other things."""
+    a, b, x, y = torch.randn(256, 768), torch.randn(768, 512), torch.randn(1 << 19), torch.randn(1 << 19)
+
+    def kernels(and_then: Callable[[], Any] = lambda: None) -> None:
+        for _ in range(10):
+            torch.mm(a, b)
+            x.add_(y)
+            and_then()
+
+    with torch.no_grad():
+        return max(1e-6, _cpu_s(lambda: kernels(call), 15) - _cpu_s(kernels, 15)) / 10
+
+
+def _action_overhead_s(plain: Ready, latency_s: float) -> float:
+    """What an action takes besides its kernels and its messages: of ``p`` ranks' actions ``(p - 1) / p`` send and as many receive."""
+    make, make_batch = MODELS["plain"]
+    pm: Any = build(make(), plain.capture, plain.plan, init_device_mesh("cpu", (dist.get_world_size(),)))
+    batch, found = make_batch(), []
+    for _ in range(12):
+        log = pm._programs[0].engine.log_actions()
+        busy_s = _cpu_s(lambda: pm.step(batch), 1)
+        found.append((busy_s * dist.get_world_size() - sum(_of_all(sum(entry.cpu_s for entry in log)))) / sum(_of_all(len(log))))
+    ranks = dist.get_world_size()
+    return max(0.0, statistics.median(found) - latency_s * (ranks - 1) / ranks)
+
+
+def _of_all(value: float) -> list[float]:
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, value)
+    return told
+
+
+def plain_pipeline(ranks: int) -> Ready:
+    """A pipeline of the plain model, planned."""
+    make, make_batch = MODELS["plain"]
+    request = Request(strategy="pipeline", degrees={"pp": ranks}, schedule="gpipe", micro_batches=8, alternatives=False)
+    folded, times = capture_call(make(), ((), make_batch()), request, True)
+    target = replace(target_of(mw.MeshShape.of(ranks), "CPU"), searched=True)
+    plan = plan_capture(folded, target, request, "plain", times)
+    return Ready("plain", folded.at(plan.recompute).whole, plan)
+
+
+def keep_memory() -> None:
+    """Let the allocator keep what is freed, as a GPU's does: else each step pays for the pages of its gradients again."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap too
+    libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: the heap never shrinks
 
 
 # --- running ------------------------------------------------------------------------------------------------------
@@ -172,6 +276,7 @@ def in_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> Any:
 
 def _one_rank(rank: int, ranks: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     found = work(*args)
     if rank == 0:
@@ -179,15 +284,6 @@ def _one_rank(rank: int, ranks: int, folder: str, work: Callable[..., Any], args
             json.dump(found, file)
     dist.barrier()
     dist.destroy_process_group()
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A strategy that is planned."""
-
-    strategy: str
-    capture: Capture
-    plan: mw.Plan
 
 
 def planned(name: str, ranks: int, hardware: Hardware, strategies: Sequence[str]) -> list[Ready]:
@@ -203,53 +299,37 @@ def planned(name: str, ranks: int, hardware: Hardware, strategies: Sequence[str]
     return found
 
 
-def run_all(name: str, ready: Sequence[Ready], rounds: int) -> dict[str, tuple[float, float, dict[str, int]]]:
-    """By strategy: median seconds of a step, of ranks with a core each and by the wall clock, and what sharing buffers saves; on every
-    rank."""
+def run_all(name: str, ready: Sequence[Ready], rounds: int) -> dict[str, tuple[float, float]]:
+    """By strategy: median seconds of a step, of ranks with a core each and by the wall clock; on every rank."""
     make, make_batch = MODELS[name]
-    batch, modules, times = make_batch(), dict[str, Any](), dict[str, list[tuple[float, float]]]()
+    batch, modules, times = make_batch(), dict[str, Any](), dict[str, list[tuple[list[float], float]]]()
     for r in ready:
         torch.manual_seed(0)
         modules[r.strategy] = build(make(), r.capture, r.plan, init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizers = {s: torch.optim.SGD(list(pm.parameters()), lr=1e-4, foreach=True) for s, pm in modules.items()}
-    for number in range(rounds + 1):
+    gc.collect()
+    gc.freeze()  # all that is there stays: none of the steps shall pay for looking through it
+    for _ in range(rounds):
         for strategy, pm in modules.items():
-            optimizers[strategy].zero_grad(set_to_none=True)
-            log = pm._programs[0].engine.log_actions() if pm.plan.pipeline else []
-            dist.barrier()
-            began, cpu = time.perf_counter(), time.process_time()
-            pm.step(batch)
-            busy = time.process_time() - cpu
-            dist.barrier()
-            wall = time.perf_counter() - began
-            if number:
-                times.setdefault(strategy, []).append((_with_a_core_each(pm.plan, busy, log), wall))
-            optimizers[strategy].step()
+            for _ in range(2):  # the first brings back what others drove from the caches: steps follow steps of their like
+                optimizers[strategy].zero_grad(set_to_none=True)
+                log = pm._programs[0].engine.log_actions() if pm.plan.pipeline else []
+                dist.barrier()
+                began, cpu = time.perf_counter(), time.process_time()
+                pm.step(batch)
+                busy = time.process_time() - cpu
+                dist.barrier()
+                wall = time.perf_counter() - began
+                optimizers[strategy].step()
+            times.setdefault(strategy, []).append((_with_a_core_each(pm.plan, busy, log), wall))
     return {
-        s: (statistics.median(c for c, _ in found), statistics.median(w for _, w in found), _spared(modules[s]))
+        s: (max(map(statistics.median, zip(*(c for c, _ in found), strict=True))), statistics.median(w for _, w in found))
         for s, found in times.items()
     }
 
 
-def _spared(pm: Any) -> dict[str, int]:
-    """How many fewer collectives a step has than the plan counts, by kind and mesh axis: small ones share buffers."""
-    parts: list[tuple[int, Sequence[Any]]] = []
-    if pm.plan.pipeline is None:
-        parts.append((1, pm._library.programs[0].local.collectives))
-    else:
-        for run in pm._programs[0].runs.values():
-            parts.append((pm.plan.pipeline.micro_batches, run.program.local.collectives))
-            parts += [(1, collectives_of(f.program.graph.nodes)) for f in run.program.finishes if f.role == "gradient"]
-    before = pm.plan.pipeline is not None and pm.plan.pipeline.micro_batches > 1  # the axis of micro-batches
-    found: Counter[str] = Counter()
-    for times, collectives in parts:
-        for c in collectives:
-            found[f"{c.kind} {c.axis - before}"] += times * (len(c.values) - 1)
-    return dict(found)
-
-
-def _with_a_core_each(plan: mw.Plan, busy_s: float, log: Sequence[Any]) -> float:
-    """Seconds of a step, were every rank alone on a core. Collective.
+def _with_a_core_each(plan: mw.Plan, busy_s: float, log: Sequence[Any]) -> list[float]:
+    """Seconds of a step, were every rank alone on a core: of each rank, or with stages of each column of ranks. Collective.
 
     Args:
         plan: what ran.
@@ -260,7 +340,7 @@ def _with_a_core_each(plan: mw.Plan, busy_s: float, log: Sequence[Any]) -> float
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, (busy_s, actions))
     if plan.pipeline is None:
-        return max(busy for busy, _ in told)
+        return [busy for busy, _ in told]
     inside = len(told) // plan.pipeline.degree
     columns = []
     for column in range(inside):  # ranks of one column send to each other; columns wait for each other inside stages
@@ -272,12 +352,12 @@ def _with_a_core_each(plan: mw.Plan, busy_s: float, log: Sequence[Any]) -> float
         }
         order = [tuple(Action(kind, stage, i) for kind, stage, i, _ in actions) for _, actions in ranks]
         columns.append(simulate(plan.pipeline, order, own.__getitem__).step_s)
-    return max(columns)
+    return columns
 
 
-def measured_fields() -> dict[str, Any]:
+def measured_fields(plain: Ready) -> dict[str, Any]:
     """The measured record as JSON."""
-    return asdict(measured_hardware())
+    return asdict(measured_hardware(plain))
 
 
 def _told(hardware: Hardware) -> dict[str, float]:
@@ -285,6 +365,7 @@ def _told(hardware: Hardware) -> dict[str, float]:
     return {
         "matmul_gflops_per_s": device.peak_flops_per_s["float32"] * 0.9 / 1e9,
         "memory_gb_per_s": device.memory_bytes_per_s / 1e9,
+        "action_us": device.action_overhead_s * 1e6,
         "kernel_us": device.kernel_overhead_s * 1e6,
         "gloo_gb_per_s": link.bytes_per_s / 1e9,
         "gloo_latency_us": link.latency_s * 1e6,
@@ -300,9 +381,6 @@ def run_model(name: str, hardware: Hardware, options: argparse.Namespace) -> lis
             "model": name,
             "strategy": r.strategy,
             "predicted_s": r.plan.predicted.step_time_s,
-            "in_buffers_s": max(
-                r.plan.predicted.compute_s, r.plan.predicted.step_time_s - _latency_s(r, measured[r.strategy][2], hardware)
-            ),
             "measured_s": measured[r.strategy][0],
             "wall_s": measured[r.strategy][1],
             "mesh": list(r.plan.mesh.sizes),
@@ -312,19 +390,9 @@ def run_model(name: str, hardware: Hardware, options: argparse.Namespace) -> lis
     ]
 
 
-def _latency_s(ready: Ready, spared: dict[str, int], hardware: Hardware) -> float:
-    """Seconds that the prediction counts for collectives which share a buffer with another."""
-    sizes = ready.plan.mesh.sizes
-    total = 0.0
-    for named, count in spared.items():
-        kind, axis = named.split()
-        total += count * collective_s(hardware.links[0], kind, sizes[int(axis)], 0)
-    return total
-
-
 def spearman(first: list[float], second: list[float]) -> float:
-    """Rank correlation."""
-    a, b = (np.argsort(np.argsort(values)).astype(float) for values in (first, second))
+    """Rank correlation; what is equal shares the mean of its ranks."""
+    a, b = (np.array([np.mean(np.flatnonzero(np.sort(values) == v)) for v in values]) for values in (first, second))
     return float(np.corrcoef(a, b)[0, 1])
 
 
@@ -334,7 +402,6 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "model": rows[0]["model"],
         "spearman": spearman([r["predicted_s"] for r in rows], [r["measured_s"] for r in rows]),
-        "spearman_in_buffers": spearman([r["in_buffers_s"] for r in rows], [r["measured_s"] for r in rows]),
         "spearman_wall": spearman([r["predicted_s"] for r in rows], [r["wall_s"] for r in rows]),
         "regret": measured["auto"] / min(measured.values()) if "auto" in measured else None,
         "load": os.getloadavg()[0],
@@ -348,9 +415,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="these strategies alone")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
-    fields = in_ranks(options.ranks, measured_fields)
+    keep_memory()
+    fields = in_ranks(options.ranks, measured_fields, plain_pipeline(options.ranks))
     hardware = Hardware(Device(**fields["device"]), tuple(Link(**link) for link in fields["links"]), fields["source"])
-    by_model = [run_model(name, hardware, options) for name in MODELS]
+    by_model = [run_model(name, hardware, options) for name in COMPARED]
     summaries = [summary(rows) for rows in by_model]
     if options.json:
         print("\n".join(map(json.dumps, [_told(hardware), *(r for rows in by_model for r in rows), *summaries])))
@@ -359,10 +427,10 @@ def main() -> None:
     console.print("this machine, per rank: " + ", ".join(f"{k} {v:.3g}" for k, v in _told(hardware).items()))
     for rows, told in zip(by_model, summaries, strict=True):
         regret = "-" if told["regret"] is None else f"{told['regret']:.2f}"
-        figures = ("stages", "mesh", "predicted", "in buffers", "measured", "ratio", "wall")
+        figures = ("stages", "mesh", "predicted", "measured", "ratio", "wall")
         table = make_table(
-            f"{told['model']}, ms a step: Spearman {told['spearman']:.2f} (in buffers {told['spearman_in_buffers']:.2f}, with the wall "
-            f"clock {told['spearman_wall']:.2f}), regret of auto {regret}, load {told['load']:.1f}",
+            f"{told['model']}, ms a step: Spearman {told['spearman']:.2f} (with the wall clock "
+            f" {told['spearman_wall']:.2f}), regret of auto {regret}, load {told['load']:.1f}",
             "strategy",
             *figures,
             right=figures,
@@ -370,7 +438,6 @@ def main() -> None:
         for r in sorted(rows, key=lambda r: r["measured_s"]):
             seconds = (
                 f"{1e3 * r['predicted_s']:.1f}",
-                f"{1e3 * r['in_buffers_s']:.1f}",
                 f"{1e3 * r['measured_s']:.1f}",
                 f"{r['predicted_s'] / r['measured_s']:.2f}",
                 f"{1e3 * r['wall_s']:.1f}",

@@ -30,6 +30,7 @@ from meshwright.passes.emit import Emitter
 from meshwright.passes.overlap import is_wait
 from meshwright.passes.redistribute import Step
 from meshwright.passes.split import is_collective
+from meshwright.planner.ir.buffers import GATHER_BYTES, REDUCE_BYTES
 from meshwright.planner.ir.heavy import HEAVY
 
 aten = torch.ops.aten
@@ -49,8 +50,8 @@ class BucketCollectives:
         window: big ops within which other gathers may join: the first of them must not come too late.
     """
 
-    bucket_bytes: int = 25 << 20
-    gather_bytes: int = 4 << 20
+    bucket_bytes: int = REDUCE_BYTES
+    gather_bytes: int = GATHER_BYTES
     window: int = 1
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:

@@ -15,6 +15,7 @@ from meshwright.passes.rewrite import RewriteForRank
 from meshwright.passes.schedule import ScheduleCollectives
 from meshwright.passes.split import split
 from meshwright.passes.verify import VerifyProgram, collectives_of, sequence_hash
+from meshwright.planner.ir.buffers import REDUCE_BYTES
 from meshwright.planner.ir.errors import VerifyError
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.plan import Plan
@@ -28,7 +29,7 @@ def lower(
     group_names: Sequence[str],
     *,
     device: torch.device | None = None,
-    bucket_bytes: int = 25 << 20,
+    bucket_bytes: int = REDUCE_BYTES,
     times_s: dict[str, float] | None = None,
 ) -> LocalProgram:
     """Lower ``capture`` as ``plan`` says, for the rank at ``coordinate``. Needs no process group.

@@ -26,6 +26,7 @@ from meshwright.passes.stage_graphs import Cutter, Finish, Root, Slot, StageGrap
 from meshwright.passes.tied import terms_by_stage
 from meshwright.passes.time_axis import with_time_axis
 from meshwright.passes.verify import VerifyProgram, collectives_of, sequence_hash
+from meshwright.planner.ir.buffers import REDUCE_BYTES
 from meshwright.planner.ir.errors import VerifyError
 from meshwright.planner.ir.graph import Capture, GraphOutput, OpGraph, Value, loss_of
 from meshwright.planner.ir.plan import Plan
@@ -93,7 +94,7 @@ def lower_stages(
     stages: Sequence[int] | None = None,
     *,
     device: torch.device | None = None,
-    bucket_bytes: int = 25 << 20,
+    bucket_bytes: int = REDUCE_BYTES,
 ) -> PipelineProgram:
     """Lower ``capture`` as ``plan`` says, for the stages of the rank at ``coordinate`` inside its stage. No process group needed.
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from meshwright.planner.cost import CostModel
 from meshwright.planner.cost.compute import Priced, priced_columns
+from meshwright.planner.cost.shared import SharedBuffers
 from meshwright.planner.cost.steps import Steps
 from meshwright.planner.ir.cluster import Cluster, ClusterRow
 from meshwright.planner.ir.cuts import Cuts
@@ -85,17 +86,23 @@ class MicroCosts:
         hardware: device, and one link per axis.
         mesh: axis sizes.
         rows: where the program's values lie over the axis of micro-batches.
+        shared: which values travel in shared buffers.
 
     Attributes:
         once: prices of what is done once per step, for the whole batch.
     """
 
-    def __init__(self, hardware: Hardware, mesh: MeshShape, rows: TimeRows):
+    def __init__(self, hardware: Hardware, mesh: MeshShape, rows: TimeRows, shared: SharedBuffers | None = None):
         self.hardware, self.mesh, self.time, self.count = hardware, mesh, rows, rows.count
-        self.once = CostModel(hardware, mesh)
+        self.once = CostModel(hardware, mesh, shared)
         longer = replace(hardware, links=(hardware.links[0], *hardware.links))
-        self._model = CostModel(longer, MeshShape((rows.count, *mesh.sizes), ("time", *mesh.names)))
+        self._model = CostModel(longer, MeshShape((rows.count, *mesh.sizes), ("time", *mesh.names)), shared)
         self._rows: dict[tuple[str, int], tuple[ClusterRow, int]] = {}
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether communication can run beside kernels."""
+        return self.once.overlaps
 
     # --- kernels ---
 
@@ -171,7 +178,8 @@ class MicroCosts:
 
     def sort_of(self, value: Value) -> object:
         """What tells apart values whose steps cost otherwise although they look alike."""
-        return self.time.made[value.name], value.name in self.time.late, value.name in self.time.whole
+        name = value.name
+        return self.time.made[name], name in self.time.late, name in self.time.whole, self.once.sort_of(value)
 
 
 def _after(row: ClusterRow, cluster: Cluster, priced: Priced) -> Priced:

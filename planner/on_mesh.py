@@ -17,6 +17,7 @@ import numpy as np
 from meshwright.planner import blocks, fuse, rules
 from meshwright.planner.correspond import Unlike
 from meshwright.planner.cost import CostModel
+from meshwright.planner.cost.shared import SharedBuffers
 from meshwright.planner.ir.cluster import ClusterGraph
 from meshwright.planner.ir.errors import InfeasibleError, NoRuleError
 from meshwright.planner.ir.graph import Capture
@@ -137,6 +138,11 @@ class Program:
         return time_specs(self.capture.graph, self.options.micro_batches)
 
     @cached_property
+    def shared(self) -> SharedBuffers:
+        """Which values travel in shared buffers."""
+        return SharedBuffers.of(self.capture.graph, self.clusters.times)
+
+    @cached_property
     def time_rows(self) -> TimeRows:
         """The same, ready to be priced."""
         graph = self.capture.graph
@@ -226,8 +232,8 @@ def rows_of(known: Sequence[Found], num_clusters: int) -> list[frozenset[Edges]]
 def _costs(program: Program, where: LogicalMesh) -> CostModel | MicroCosts:
     count = program.options.micro_batches
     if count == 1:
-        return CostModel(where.hardware, where.mesh)
-    return MicroCosts(where.hardware, where.mesh, program.time_rows)
+        return CostModel(where.hardware, where.mesh, program.shared)
+    return MicroCosts(where.hardware, where.mesh, program.time_rows, program.shared)
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from meshwright.planner.cost import CostModel
+from meshwright.planner.cost.shared import SharedBuffers
 from meshwright.planner.homes import cuts_at_homes
 from meshwright.planner.ir.cluster import ClusterGraph
 from meshwright.planner.ir.errors import InfeasibleError
 from meshwright.planner.ir.graph import OpGraph
-from meshwright.planner.ir.hardware import Hardware, Link
+from meshwright.planner.ir.hardware import Device, Hardware, Link
 from meshwright.planner.ir.pipeline import Pipeline, schedule_named
 from meshwright.planner.ir.plan import Plan, Prediction
 from meshwright.planner.ir.verify import made_placements, parameter_behind
@@ -133,16 +134,32 @@ class Uncut:
     def costs(self) -> CostModel | MicroCosts:
         """Prices of a step."""
         if self.micro_batches == 1:
-            return CostModel(self.hardware, self.plan.mesh)
+            return CostModel(self.hardware, self.plan.mesh, self._buffers)
         behind = {parameter_behind(self.graph, value) for value in self.plan.kept} if self.whole_gradients else set[str]()
         whole = {i.name for i in self.graph.inputs_of("parameter") if i.value.name in behind}
         rows = TimeRows(self.graph, self.lying.times, self.micro_batches, whole)
-        return MicroCosts(self.hardware, self.plan.mesh, rows)
+        return MicroCosts(self.hardware, self.plan.mesh, rows, self._buffers)
+
+    @property
+    def _buffers(self) -> SharedBuffers:
+        if "buffers" not in self._shared:
+            self._shared["buffers"] = SharedBuffers.of(self.graph, self.clusters.times)
+        found: SharedBuffers = self._shared["buffers"]
+        return found
 
     @cached_property
     def profile(self) -> Profile:
         """Work and bytes along the program."""
-        return profile(self.graph, self.plan, self.costs, self.lying.hides, self.places)
+        found = profile(self.graph, self.plan, self.costs, self.lying.hides, self.places)
+        if self.micro_batches == 1 or not self.plan.training:
+            return found
+        sums_s = self._sums_s(len(found.names))
+        return replace(found, backward_s=found.backward_s + sums_s, weight_s=found.weight_s + sums_s)
+
+    def _sums_s(self, num_places: int) -> np.ndarray:
+        """Seconds of adding gradients up over micro-batches, by the first op that reads their parameter, float64 [forward ops]."""
+        moved = (self.micro_batches - 1) * (self.resting.fresh + 2 * self.resting.sums)  # all but the first are read, and added
+        return self.resting.at_first(moved, num_places) / self.hardware.device.memory_bytes_per_s
 
     @property
     def resting(self) -> Resting:
@@ -246,7 +263,7 @@ class Uncut:
         """Bytes by category on every rank of a plan that :meth:`cut` made; ``peak_bytes``: of what is in flight, if known."""
         assert staged.pipeline is not None
         cuts = [self._index[name] for name in staged.pipeline.cuts]
-        flying = simulated(staged, self.profile, self.link).peak_bytes if peak_bytes is None else peak_bytes
+        flying = self._simulated(staged).peak_bytes if peak_bytes is None else peak_bytes
         return rank_memory(staged, self.resting, cuts, flying, self._beside(staged, cuts))
 
     @property
@@ -280,9 +297,12 @@ class Uncut:
         edges[[*cuts, len(there) - 1]] = True
         return np.where(edges, 0.0, np.append(there[1:], 0.0))
 
+    def _simulated(self, staged: Plan) -> Simulated:
+        return simulated(staged, self.profile, self.link, self.hardware.device)
+
     def _predicted(self, staged: Plan) -> Prediction:
         assert staged.pipeline is not None
-        before, step = self.plan.predicted, simulated(staged, self.profile, self.link)
+        before, step = self.plan.predicted, self._simulated(staged)
         slowest, once_s = max(step.busy_s), max(self._once_s(staged.pipeline))
         scale = slowest / before.step_time_s if before.step_time_s else 0.0
         return Prediction(
@@ -341,7 +361,7 @@ def held_by_stage(plan: Plan, found: Profile) -> list[StageBytes]:
     return [StageBytes(float(s), more - float(s - k)) for s, k, more in zip(saved, kept, stash, strict=True)]
 
 
-def simulated(plan: Plan, found: Profile, link: Link) -> Simulated:
+def simulated(plan: Plan, found: Profile, link: Link, device: Device) -> Simulated:
     """The micro-batches of a step of ``plan``, simulated with the program's profile."""
     pipeline = plan.pipeline
     assert pipeline is not None
@@ -354,7 +374,7 @@ def simulated(plan: Plan, found: Profile, link: Link) -> Simulated:
 
     forward, backward, weight = (by_stage(v) for v in (found.forward_s, found.backward_s, found.weight_s))
     held = held_by_stage(plan, found)
-    sizes = [float(found.alive_bytes[i - 1]) / m for i in edges]
+    sending_s = [float(found.alive_bytes[i - 1]) / m / link.bytes_per_s + link.latency_s for i in edges]
 
     inputs = [b - w for b, w in zip(backward, weight, strict=True)]
     whole = {"F": forward, "B": backward, "W": weight, "I": inputs}
@@ -362,7 +382,8 @@ def simulated(plan: Plan, found: Profile, link: Link) -> Simulated:
     return simulate(
         pipeline,
         orders(pipeline),
-        lambda action: whole[action.kind][action.stage] / m,
-        lambda boundary: sizes[boundary] / link.bytes_per_s + link.latency_s,
+        lambda action: whole[action.kind][action.stage] / m + device.action_overhead_s,
+        lambda boundary: 0.0 if device.moves_data else sending_s[boundary],
+        lambda boundary: sending_s[boundary] / 2 if device.moves_data else 0.0,
         lambda stage: StageBytes(held[stage].saved / m, held[stage].stashed / m),
     )

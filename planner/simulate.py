@@ -1,7 +1,8 @@
 """A step of a pipeline, simulated action by action: how long it takes, where ranks idle, what they hold.
 
 Every rank runs its actions in order. An action begins when the rank is free and what it needs has arrived: a forward needs that
-of the stage before, a backward that of the stage behind, both sent as soon as they are made. Sends take no time of the rank.
+of the stage before, a backward that of the stage behind, both sent as soon as they are made. Between ranks a send takes a while; where a rank moves the data itself, it also takes a part of
+the sending rank's time, behind the action, and as much of the receiving rank's, before the action that needs it.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def simulate(
     order: Sequence[Order],
     seconds: Seconds,
     send_s: Callable[[int], float] = lambda boundary: 0.0,
+    moving_s: Callable[[int], float] = lambda boundary: 0.0,
     held: Callable[[int], StageBytes] = lambda stage: StageBytes(0.0),
 ) -> Simulated:
     """Run one step.
@@ -69,12 +71,13 @@ def simulate(
         seconds: duration of each action.
         send_s: seconds until what one stage sends over a boundary (number of the stage before it) is there; between stages of one
             rank nothing is sent.
+        moving_s: seconds that sending it takes of the sender's own time, and receiving it of the receiver's.
         held: bytes by stage.
 
     Raises:
         VerifyError: the orders wait for each other for ever.
     """
-    run = _Run(pipeline, order, send_s)
+    run = _Run(pipeline, order, send_s, moving_s)
     clock, busy, at = [0.0] * len(order), [0.0] * len(order), [0] * len(order)
     began: dict[Action, float] = {}
     moved = True
@@ -88,8 +91,9 @@ def simulate(
                 if ready < 0.0:
                     break
                 took = seconds(action)
-                began[action] = now = max(now, ready)
-                now += took
+                received, sent = run.moving(action) if run.moves else (0.0, 0.0)
+                began[action] = now = max(now, ready) + received
+                now += took + sent
                 worked += took
                 run.end(action, now)
                 k += 1
@@ -103,13 +107,21 @@ def simulate(
 
 
 class _Run:
-    """When what actions wait for was done: forwards, and gradients of inputs, by stage and micro-batch; negative: not yet."""
+    """When what actions wait for was done: forwards, and gradients of inputs, by stage and micro-batch; negative: not yet.
 
-    def __init__(self, pipeline: Pipeline, order: Sequence[Order], send_s: Callable[[int], float]):
+    Attributes:
+        moves: whether sending and receiving takes a rank's own time.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, order: Sequence[Order], send_s: Callable[[int], float], moving_s: Callable[[int], float]
+    ):
         self._last = pipeline.num_stages - 1
         self._count = 1 + max((a.micro_batch for actions in order for a in actions), default=0)
         ranks = [pipeline.rank_of(s) for s in range(pipeline.num_stages)]
         self._sent = [send_s(s) if ranks[s] != ranks[s + 1] else 0.0 for s in range(self._last)]
+        self._moving = [moving_s(s) if ranks[s] != ranks[s + 1] else 0.0 for s in range(self._last)]
+        self.moves = any(self._moving)
         self._forward = [-1.0] * (pipeline.num_stages * self._count)
         self._gradient = list(self._forward)
 
@@ -129,6 +141,15 @@ class _Run:
 
     def _arrived(self, made_s: float, boundary: int) -> float:
         return made_s if made_s < 0.0 else made_s + self._sent[boundary]
+
+    def moving(self, action: Action) -> tuple[float, float]:
+        """Seconds of the rank's own time that receiving for an action takes, and sending what it makes."""
+        kind, stage, _ = action
+        before = self._moving[stage - 1] if stage else 0.0
+        behind = self._moving[stage] if stage < self._last else 0.0
+        if kind == "F":
+            return before, behind
+        return (0.0, 0.0) if kind == "W" else (behind, before)
 
     def end(self, action: Action, now: float) -> None:
         """An action is done."""

@@ -167,7 +167,7 @@ def _with_communication(
         at = spread.spread(graph.by_name.get(maker), _place_of_step(graph, step.value.name, step.phase, place), maker)
         if step.kept or (isinstance(costs, MicroCosts) and costs.runs_of(step.value, kind) == 1):
             np.add.at(once, at, seconds)
-        elif (step.value.name, step.phase) in hides:
+        elif costs.overlaps and (step.value.name, step.phase) in hides:
             hidden_s[step.phase] += seconds * len(at)
         else:
             np.add.at(exposed[step.phase], at, seconds)

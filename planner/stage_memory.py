@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.planner.gradient_sums import GradientSums
+from meshwright.planner.ir.buffers import REDUCE_BYTES
 from meshwright.planner.ir.graph import GraphInput, OpGraph
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.spec import local_numel
 from meshwright.planner.ir.verify import parameter_behind, value_named
 from meshwright.planner.places import Places, places_in_whole
 from meshwright.planner.solve.alive import FLYING
-from meshwright.planner.solve.memory import BUCKET_BYTES, optimizer_bytes
+from meshwright.planner.solve.memory import optimizer_bytes
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def gradient_bytes(plan: Plan, graph: OpGraph) -> dict[str, GradientBytes]:
         name, numel, width = parameters[gradient].value.name, local_numel(value.shape, placements, sizes), value.dtype.itemsize
         before, sums = found.get(name, GradientBytes()), numel * max(width, 4)
         reduced = any(p.is_partial for p in placements)
-        travel = 0 if not reduced else sums if sums < BUCKET_BYTES else rest[name] * (sums != rest[name])
+        travel = 0 if not reduced else sums if sums < REDUCE_BYTES else rest[name] * (sums != rest[name])
         found[name] = GradientBytes(before.sums + sums, before.fresh + numel * width, before.travel + travel)
     return found
 
@@ -96,11 +97,16 @@ class Resting:
 
     def by_place(self, num_places: int) -> np.ndarray:
         """Bytes that are held whatever runs, at the forward op that reads each parameter first, float64 [forward ops]."""
+        return self.at_first(
+            self.at_rest + self.state + self.accumulated + self.kept + self.sums + np.maximum(self.fresh, self.travel), num_places
+        )
+
+    def at_first(self, of_parameter: np.ndarray, num_places: int) -> np.ndarray:
+        """Amounts [parameters], at the forward op that reads each parameter first, float64 [forward ops]."""
         first = np.full(len(self.names), num_places)
         np.minimum.at(first, self.reader, self.place)
         found, is_read = np.zeros(num_places), first < num_places
-        sizes = self.at_rest + self.state + self.accumulated + self.kept + self.sums + np.maximum(self.fresh, self.travel)
-        np.add.at(found, first[is_read], sizes[is_read])
+        np.add.at(found, first[is_read], of_parameter[is_read])
         return found
 
     def sums_on_ranks(self, plan: Plan, cuts: Sequence[int]) -> list[int]:
@@ -199,7 +205,7 @@ def rank_memory(
     found, sums = [], held.sums_on_ranks(plan, cuts)
     for rank, mine in enumerate(held.on_ranks(plan, cuts)):
         running = {**beside[rank], "activations": int(in_flight_bytes[rank]) + beside[rank].get("activations", 0)}
-        largest = int(held.travel[mine].max(initial=BUCKET_BYTES))
+        largest = int(held.travel[mine].max(initial=REDUCE_BYTES))
         at_the_end = {"activations": 0, "gradients": min(int(held.travel[mine].sum()), FLYING * largest)}
         more = max(running, at_the_end, key=lambda sizes: sum(sizes.values()))
         found.append(

@@ -7,6 +7,7 @@ import pytest
 import meshwright as mw
 from meshwright.planner import blocks, fuse, rules
 from meshwright.planner.cost import CostModel
+from meshwright.planner.cost.shared import SharedBuffers
 from meshwright.planner.expand import expanded
 from meshwright.planner.ir.verify import verify_plan
 from meshwright.planner.repeat import capture_folded
@@ -44,7 +45,11 @@ def test_the_folded_plan_is_the_whole_one(
     plan = expanded(few, folded.plannable.graph, whole, folded.repeats)
     verify_plan(plan, whole)
     walked = evaluate(
-        plan, whole, blocks.fold(fuse.fuse(whole, rules.rows_for)), CostModel(target.hardware, target.mesh), trained=Trained(8)
+        plan,
+        whole,
+        blocks.fold(fuse.fuse(whole, rules.rows_for)),
+        CostModel(target.hardware, target.mesh, SharedBuffers.of(whole)),
+        trained=Trained(8),
     )
     require_equal(walked.outcome, walked.outcome, plan.collectives, walked.collectives)
     assert walked.outcome.step_time_s == pytest.approx(plan.predicted.step_time_s, rel=1e-6)

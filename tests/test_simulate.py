@@ -127,3 +127,20 @@ def test_orders_that_wait_for_each_other_are_an_error():
     forward, backward = Action("F", 0, 0), Action("B", 0, 0)
     with pytest.raises(VerifyError, match="wait for each other for ever: at B0@0, F0@1"):
         simulate(p, ((backward, forward), (Action("F", 1, 0), Action("B", 1, 0))), lambda a: 1.0)
+
+
+def test_a_rank_that_moves_data_itself_takes_the_time_at_both_ends():
+    p = pipeline("gpipe", 2, 1)
+    found = simulate(p, orders(p), lambda a: {"F": 1.0, "B": 2.0}[a.kind], moving_s=lambda boundary: 0.25)
+    forward, backward = Action("F", 1, 0), Action("B", 0, 0)
+    assert found.began_s[forward] == 1.5  # computed, sent, received
+    assert found.began_s[backward] == 5.0  # the last stage does not send between its forward and its backward
+    assert found.step_s == 7.0 and found.busy_s == (3.0, 3.0)
+
+
+def test_nothing_is_moved_between_stages_of_one_rank():
+    p = pipeline("zbv", 2, 2, 2)
+    seconds = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
+    still = simulate(p, orders(p), lambda a: seconds[a.kind])
+    moving = simulate(p, orders(p), lambda a: seconds[a.kind], moving_s=lambda boundary: 9.0 * (boundary == 1))
+    assert still.began_s == moving.began_s

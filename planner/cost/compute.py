@@ -16,7 +16,7 @@ from meshwright.planner.cost.devices import matmul_tiles
 from meshwright.planner.cost.formulas import compiled
 from meshwright.planner.ir.cluster import Cluster, ClusterRow
 from meshwright.planner.ir.cuts import Cuts, cuts_of_columns, padded, piece_shapes, stacked
-from meshwright.planner.ir.graph import Op
+from meshwright.planner.ir.graph import Op, Value
 from meshwright.planner.ir.hardware import Device
 from meshwright.planner.ir.spec import Placement
 from meshwright.planner.kinds import argument, is_free, packet
@@ -315,8 +315,8 @@ def cluster_seconds(
 def clusters_seconds(parts: Sequence[tuple[Cluster, Priced]], sizes: tuple[int, ...], device: Device) -> list[np.ndarray]:
     """Seconds of several clusters, each under some candidates. Clusters that share one :class:`Priced` must be alike.
 
-    A cluster is one kernel: the longer of its arithmetic and its memory traffic, plus a fixed time. Views and casts to
-    wider types alone cost nothing; a placeholder costs its other casts.
+    A cluster is one kernel: the longer of its arithmetic and its memory traffic, plus a fixed time. Where the device fuses nothing it is
+    as many as it has ops. Views and casts to wider types alone cost nothing; a placeholder costs its other casts.
 
     Args:
         parts: what runs, and what of it has a price.
@@ -349,8 +349,24 @@ def _seconds(
         return np.zeros(len(priced))
     local = partial(priced.local, pieces)
     if cluster.source is not None:
-        traffic, kernels = _cast_traffic(cluster, len(priced), local), working
-    else:
-        traffic, kernels = _traffic(cluster, len(priced), local), 1
-    arithmetic = _kernel_s(cluster, priced, local, sizes, device)
-    return np.maximum(arithmetic, traffic / device.memory_bytes_per_s) + kernels * device.kernel_overhead_s
+        return _cast_traffic(cluster, len(priced), local) / device.memory_bytes_per_s + working * device.kernel_overhead_s
+    arithmetic, border = _kernel_s(cluster, priced, local, sizes, device), _traffic(cluster, len(priced), local)
+    if device.fuses:
+        return np.maximum(arithmetic, border / device.memory_bytes_per_s) + device.kernel_overhead_s
+    heavy = any(kernel_of(op) is not None for op in cluster.ops)
+    traffic = border * _unfused_share(cluster)
+    kernels_s = np.maximum(arithmetic, border / device.memory_bytes_per_s) if heavy else 0.0
+    return kernels_s + traffic / device.memory_bytes_per_s + len(cluster.ops) * device.kernel_overhead_s
+
+
+def _unfused_share(cluster: Cluster) -> float:
+    """Bytes that the ops of a cluster without arithmetic read and write as kernels of their own, relative to what crosses its border;
+    counted whole, as its values are cut alike."""
+    tables = {op.ins[0].name for op in cluster.ops if packet(op.target) in _SCATTERED}
+
+    def moved(ins: Sequence[Value], outs: Sequence[Value | None]) -> int:
+        written = sum(v.size_bytes for v in outs if v is not None)
+        return written + sum(min(v.size_bytes, written) if v.name in tables else v.size_bytes for v in ins)
+
+    light = [op for op in cluster.ops if not is_free(op) and kernel_of(op) is None]
+    return sum(moved(op.ins, op.outs) for op in light) / max(moved(cluster.ins, cluster.outs), 1)

@@ -49,7 +49,11 @@ DEVICES: dict[str, Device] = {
         kernel_overhead_s=7e-6,
         source="one core of a shared 2-core AMD EPYC 9004 machine (AVX-512), torch 2.13, one thread per rank: best of five "
         "1024 x 1024 matmuls (67 GFLOP/s float32, 191 bfloat16; float64 taken as half of float32), three-stream add of 64 MB "
-        "(27 GB/s), 7 us per node of generated code; memory is an assumed share of the machine",
+        "(27 GB/s), 7 us per node of generated code; memory is an assumed share of the machine; gloo's threads run on the same core; 150 us of "
+        "torch's schedule and this runtime per action of a stage, without its messages",
+        moves_data=True,
+        fuses=False,
+        action_overhead_s=1.5e-4,
     ),
 }
 """Device name to record."""
@@ -69,7 +73,7 @@ _ALIASES = {
     "cpu": "CPU",
 }
 
-_TILES = {"H100": (132 * 128 * 128, 32), "H200": (132 * 128 * 128, 32), "A100-80": (108 * 128 * 128, 32), "CPU": (0, 4)}
+_TILES = {"H100": (132 * 128 * 128, 32), "H200": (132 * 128 * 128, 32), "A100-80": (108 * 128 * 128, 32), "CPU": (0, 16)}
 _DEFAULT_TILES = (100 * 128 * 128, 32)
 
 
@@ -90,6 +94,7 @@ def matmul_tiles(device: Device) -> tuple[int, int]:
     """(output elements that one wave of matmul tiles covers, half of the tile lost at an edge).
 
     Source: one 128 x 128 tile (cuBLAS's common one) on each of 132 or 108 multiprocessors (H100, A100 data sheets), edges
-    computed in steps of 64; on CPUs the 256 x 256 matmul measured as fast as the 1024 x 1024 one.
+    computed in steps of 64; on CPUs fitted to float32 matmuls of 2 to 1024 rows by matrices of 48 x 192 to 1024 x 1024 on one core (AMD
+    EPYC 9004, torch 2.13; 10 % off, 29 % where a side is 16 or less): loading and packing the larger side takes as long as 16 more rows.
     """
     return _TILES.get(device.name, _DEFAULT_TILES)

@@ -60,8 +60,9 @@ HDR = Link("InfiniBand HDR 200", 24e9, 8.5e-6, "one 200 Gb/s NIC per device: 24 
 GLOO = Link(
     "gloo",
     1.2e9,
-    1.3e-4,
-    "measured: 2 gloo ranks of one otherwise idle 2-core machine, torch 2.13, 64 B to 64 MB; more ranks than cores are slower",
+    1e-4,
+    "measured: 2 gloo ranks of one otherwise idle 2-core machine, torch 2.13, 64 B to 64 MB; more ranks than cores are slower; kinds and "
+    "groups relative to each other: CPU seconds of 2 and 4 such ranks, each held to one core, 64 B to 16 MB",
 )
 
 LINKS = {link.name: link for link in (NVLINK4, NVLINK3, NDR, HDR, GLOO)}
@@ -90,10 +91,10 @@ ALGORITHMS: dict[str, tuple[Algorithm, ...]] = {
     "InfiniBand NDR 400": _INFINIBAND,
     "InfiniBand HDR 200": _INFINIBAND,
     "gloo": (
-        Algorithm("ring", ("all_reduce",), 1.0, 1.0, "ring", 1.0),
-        Algorithm("ring", ("all_gather",), 1.0, 1.0, "ring", 0.28),
-        Algorithm("reduce, then scatter", ("reduce_scatter",), 2.0, 2.0, "ring", 0.23),
-        Algorithm("pairwise", ("all_to_all",), 1.0, 1.0, "ring", 1.0),
+        Algorithm("ring", ("all_reduce",), 2.0, 1.0, "ring", 1.0),
+        Algorithm("ring", ("all_gather",), 2.0, 1.0, "ring", 0.5),
+        Algorithm("reduce, then scatter", ("reduce_scatter",), 2.5, 2.0, "ring", 0.4),
+        Algorithm("pairwise", ("all_to_all",), 0.0, 1.0, "ring", 0.9),
     ),
 }
 _UNKNOWN_LINK = (Algorithm("ring", _ANY, 0.0, 1.0, "ring", 1.0),)

@@ -10,6 +10,7 @@ import numpy as np
 
 from meshwright.planner.cost import comm
 from meshwright.planner.cost.compute import Priced, cluster_seconds, clusters_seconds
+from meshwright.planner.cost.shared import SharedBuffers
 from meshwright.planner.cost.steps import Steps
 from meshwright.planner.ir.cluster import Cluster, ClusterRow
 from meshwright.planner.ir.cuts import are_scattered, padded, piece_numels
@@ -32,10 +33,11 @@ class CostModel:
     Args:
         hardware: device, and one link per axis.
         mesh: axis sizes.
+        shared: which values travel in shared buffers; None: every collective is one of its own.
     """
 
-    def __init__(self, hardware: Hardware, mesh: MeshShape):
-        self.hardware, self.mesh = hardware, mesh
+    def __init__(self, hardware: Hardware, mesh: MeshShape, shared: SharedBuffers | None = None):
+        self.hardware, self.mesh, self._shared = hardware, mesh, shared
 
         self._step = lru_cache(maxsize=1 << 18)(self._step_uncached)
 
@@ -44,9 +46,14 @@ class CostModel:
         """Prices of what is done once per step: as all else is, without micro-batches."""
         return self
 
-    def sort_of(self, value: Value) -> object:
-        """What tells apart values whose steps cost otherwise although they look alike: nothing, without micro-batches."""
-        return None
+    @property
+    def overlaps(self) -> bool:
+        """Whether communication can run beside kernels."""
+        return not self.hardware.device.moves_data
+
+    def sort_of(self, value: Value) -> bool:
+        """What tells apart values whose steps cost otherwise although they look alike: whether they share buffers."""
+        return self._shared is not None and value.name in self._shared.values
 
     def cluster_s(self, cluster: Cluster, candidate: Candidate) -> float:
         """Seconds of a cluster under one candidate."""
@@ -97,10 +104,10 @@ class CostModel:
         Raises:
             ValueError: no such step exists.
         """
-        return self._step(value.shape, value.dtype.itemsize, src, axis, dst)
+        return self._step(value.shape, value.dtype.itemsize, src, axis, dst, self.sort_of(value))
 
     def _step_uncached(
-        self, shape: tuple[int, ...], itemsize: int, src: Placements, axis: int, dst: Placement
+        self, shape: tuple[int, ...], itemsize: int, src: Placements, axis: int, dst: Placement, shares: bool
     ) -> tuple[str, int, float]:
         kind = step_kind(src[axis], dst)
         if kind is None:
@@ -112,7 +119,14 @@ class CostModel:
         if kind == "slice":
             return kind, size, SLICE_S
         copies = sum(_is_scattered(shape, p, self.mesh.sizes, axis) for p in (src, after))
+        buffer = self._buffer_bytes(kind) if shares else 0
+        if size < buffer:
+            return kind, size, self.collective_s(kind, axis, buffer) * size / buffer + max(copies, 1) * self._copy_s(size)
         return kind, size, self.collective_s(kind, axis, size) + copies * self._copy_s(size)
+
+    def _buffer_bytes(self, kind: str) -> int:
+        """Size of the buffer that values which share one travel in; 0 where this kind of collective shares none."""
+        return 0 if self._shared is None else self._shared.size_bytes.get(kind, 0)
 
     def steps_s(self, steps: Steps) -> tuple[np.ndarray, np.ndarray]:
         """Bytes and seconds of many steps, int64 and float64 [steps]: each what :meth:`step_s` says of it."""
@@ -122,15 +136,19 @@ class CostModel:
         scattered = are_scattered(shape, steps.cuts, sizes)
         size = np.maximum(node_bytes[steps.tails], node_bytes[steps.heads])
         copies = scattered[steps.tails, steps.axes].astype(np.int64) + scattered[steps.heads, steps.axes]
-        seconds = np.zeros(len(size))
+        seconds, shares = np.zeros(len(size)), np.array([self.sort_of(v) for v in steps.values])[steps.of][steps.tails]
         for axis, n in enumerate(sizes):
             for k, kind in enumerate(KINDS if n > 1 else ()):
                 at = np.flatnonzero((steps.axes == axis) & (steps.kinds == k))
                 if kind == "slice":
                     seconds[at] = SLICE_S
                 elif len(at):
-                    collective = comm.collectives_s(self.hardware.links[axis], kind, n, size[at])
-                    seconds[at] = collective + copies[at] * (2 * size[at] / self.hardware.device.memory_bytes_per_s)
+                    buffer = self._buffer_bytes(kind)
+                    part = shares[at] & (size[at] < buffer)
+                    alone = comm.collectives_s(self.hardware.links[axis], kind, n, size[at])
+                    collective = np.where(part, self.collective_s(kind, axis, buffer) * size[at] / max(buffer, 1), alone)
+                    copied = np.maximum(copies[at], part)
+                    seconds[at] = collective + copied * (2 * size[at] / self.hardware.device.memory_bytes_per_s)
         return size, seconds
 
     def _copy_s(self, size_bytes: int) -> float:

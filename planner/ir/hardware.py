@@ -17,6 +17,11 @@ class Device:
         matmul_efficiency: measured ceiling of large matmuls as a fraction of peak, by dtype name.
         kernel_overhead_s: fixed cost of one kernel (launch or dispatch).
         source: where the numbers are from.
+        moves_data: whether communication takes the device's own time, as on a core that runs gloo: nothing hides behind kernels then,
+            and a send takes the time of both ranks.
+        fuses: whether what one kernel could do is one: else every op is a kernel of its own, as in eager mode.
+        action_overhead_s: what starting one action of a pipeline stage takes of the device's time besides its kernels; nothing where
+            the host runs ahead of the device.
     """
 
     name: str
@@ -26,6 +31,9 @@ class Device:
     matmul_efficiency: dict[str, float]
     kernel_overhead_s: float
     source: str
+    moves_data: bool = False
+    fuses: bool = True
+    action_overhead_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from meshwright.planner.ir.buffers import GATHER_BYTES, REDUCE_BYTES
 from meshwright.planner.ir.cluster import ClusterGraph
 from meshwright.planner.ir.graph import OpGraph, Value
 from meshwright.planner.ir.plan import Plan
@@ -31,7 +32,7 @@ from meshwright.planner.ir.spec import Placement, Placements
 from meshwright.planner.ir.verify import kept_values, parameter_behind, path_of
 from meshwright.planner.solve.candidates import piece_bytes, piece_numel
 from meshwright.planner.solve.liveness import Span, Timeline, late_makers, roots
-from meshwright.planner.solve.memory import BUCKET_BYTES, GATHER_BYTES, Trained, parameters_with_gradient, rest_bytes
+from meshwright.planner.solve.memory import Trained, parameters_with_gradient, rest_bytes
 from meshwright.planner.solve.problem import SEGMENTS
 from meshwright.planner.solve.results import parameter_of
 
@@ -185,7 +186,7 @@ class _Step:
             if is_gradient and parameters[output.name] in self.reduced_later:
                 stay.add(root)
                 continue
-            if is_gradient and made != final and before < BUCKET_BYTES:
+            if is_gradient and made != final and before < REDUCE_BYTES:
                 self.small += before * self.clusters.times(root)
             if is_gradient and after < before:
                 self.shrinking[root] = float(before), float(after)
@@ -252,9 +253,9 @@ class _Step:
             profiles["gradients"] = profiles.get("gradients", zero) + self.line.profile((s, after) for s in spans)
         on_the_way = zero
         if raw:
-            on_the_way = np.minimum(self.line.profile(raw), FLYING * max(float(BUCKET_BYTES), *(size for _, size in raw)))
+            on_the_way = np.minimum(self.line.profile(raw), FLYING * max(float(REDUCE_BYTES), *(size for _, size in raw)))
         if raw or self.small:
-            on_the_way[-1] += min(self.small, BUCKET_BYTES)
+            on_the_way[-1] += min(self.small, REDUCE_BYTES)
             profiles["communication"] = on_the_way
 
 

@@ -153,7 +153,7 @@ class _Walk:
 
     def collectives(self) -> dict[_Step, int]:
         """How often each step is taken, slices included."""
-        hides = hidden_values(self.graph, self.clusters)
+        hides = hidden_values(self.graph, self.clusters) if self.costs.overlaps else frozenset()
         counts: dict[_Step, int] = {}
         for step in planned_steps(self.plan, self.graph):
             key = (*self._priced(step), (step.value.name, step.phase) in hides, step.phase)

@@ -16,10 +16,6 @@ from meshwright.planner.solve.combine import Expanded
 # Bytes of optimizer state per parameter element: two float32 moments, none, or one float32 momentum.
 OPTIMIZER_BYTES: Mapping[str, int] = {"adamw": 8, "adam": 8, "sgd": 0, "sgd-momentum": 4}
 GATHERED_COPIES = 2
-# Largest buffer that small gradients share on their way: the default of passes.lower.
-BUCKET_BYTES = 25 << 20
-# Largest buffer that gathers of small parameters share: the default of passes.bucket.
-GATHER_BYTES = 4 << 20
 # Fraction of the device's memory left to the allocator, the communication library and the context. A stated guess.
 RESERVE = 0.06
 _AT_REST = {"buffer": "buffers", "constant": "buffers", "seed": "buffers", "input": "inputs", "tangent": "inputs"}

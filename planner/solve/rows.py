@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
+from meshwright.planner.ir.buffers import REDUCE_BYTES
 from meshwright.planner.ir.cluster import Cluster, ClusterGraph
 from meshwright.planner.ir.cuts import Cuts, piece_numels, stacked
 from meshwright.planner.ir.graph import OpGraph, Value
@@ -308,7 +309,24 @@ def _held_at(tables: PointTables, point: int, op: str) -> dict[int, np.ndarray]:
         for slot, value in enumerate(cluster.ins):
             for g, sizes in _copied(tables, value, cluster.phase, ("in", tables.class_of[i], slot)):
                 more[g] = more.get(g, np.zeros(len(sizes))) + sizes
+    if point == tables.points.line.num_points - 1:
+        for g, sizes in _under_way(tables):
+            more[g] = more.get(g, np.zeros(len(sizes))) + sizes
     return more
+
+
+def _under_way(tables: PointTables) -> Iterator[tuple[int, np.ndarray]]:
+    """What gradients hold in the buffer of the last reductions, where all that are to be reduced have room in it."""
+    found: list[tuple[int, np.ndarray]] = []
+    for k, flow in enumerate(tables.problem.flows):
+        if any(kind == "grad" for kind, _, _ in tables.readers[k]):
+            value, nodes = tables.first(flow.supply).outs[0], tables.networks[k].nodes
+            value = next((v for v in tables.first(flow.supply).outs if v.name in tables.values[k]), value)
+            split = np.array([any(p.is_partial and n > 1 for p, n in zip(ps, tables.mesh.sizes, strict=True)) for ps in nodes])
+            sizes = _piece_sizes(value, nodes, tables.mesh.sizes) * split
+            found.append((flow.supply, flow.count * sizes[flow.supply_nodes]))
+    if sum(float(sizes.max()) for _, sizes in found) <= REDUCE_BYTES:
+        yield from found
 
 
 def _copied(tables: PointTables, value: Value, phase: str, reader: tuple[str, int, int]) -> Iterator[tuple[int, np.ndarray]]:

@@ -48,6 +48,9 @@ class Costs(Protocol):
     @property
     def once(self) -> StepCosts: ...
 
+    @property
+    def overlaps(self) -> bool: ...
+
 
 @dataclass(frozen=True)
 class Tables:
@@ -122,11 +125,10 @@ def build_tables(
     layout = layout_of(graph, clusters, class_of)
     classes = _classes(layout, clusters, mesh, costs, allowed)
     points = MemoryRows(graph, clusters, layout, [c.expanded for c in classes], mesh.sizes)
-    at_base = points.at_base()
-    choices = [_choice(layout, clusters, g, c, mesh, trained, at_base.get(g, {})) for g, c in enumerate(classes)]
-    made = _Flows(
-        layout, clusters, [c.expanded for c in classes], mesh, layout.unreduced if precision == "bf16-mixed" else frozenset()
-    )
+    at_base, hidden = points.at_base(), layout.hidden if costs.overlaps else frozenset[tuple[str, str]]()
+    choices = [_choice(layout, clusters, g, c, mesh, trained, at_base.get(g, {}), hidden) for g, c in enumerate(classes)]
+    unreduced = layout.unreduced if precision == "bf16-mixed" else frozenset[str]()
+    made = _Flows(layout, clusters, [c.expanded for c in classes], mesh, unreduced, hidden)
     groups = [group for group in layout.groups if made.matters(group)]
     networks = networks_of([made.wish(group) for group in groups], costs, mesh.sizes)
     flows = [made.flow(group, network) for group, network in zip(groups, networks, strict=True)]
@@ -204,6 +206,7 @@ def _choice(
     mesh: MeshShape,
     trained: Trained,
     at_base: Mapping[str, np.ndarray],
+    hidden: frozenset[tuple[str, str]],
 ) -> Choice:
     members, root = [clusters.clusters[i] for i in layout.members[g]], tied.expanded.table.root
     rest = resting(layout.with_gradient, members, tied.expanded, mesh.sizes, trained, clusters.times)
@@ -211,7 +214,7 @@ def _choice(
     segment, count = SEGMENTS.index(tied.first.phase), sum(clusters.weights[i] for i in layout.members[g])
     if tied.gather_s is None or root is None:
         return Choice(tied.first.name, count, segment, tied.seconds, memory)
-    is_hidden = (root.value.name, "forward") in layout.hidden
+    is_hidden = (root.value.name, "forward") in hidden
     return Choice(tied.first.name, count, segment, tied.seconds, memory, tied.gather_s, is_hidden)
 
 
@@ -242,10 +245,16 @@ class _Flows:
     """Makes a flow of each group of values."""
 
     def __init__(
-        self, layout: Layout, clusters: ClusterGraph, expanded: Sequence[Expanded], mesh: MeshShape, unreduced: frozenset[str]
+        self,
+        layout: Layout,
+        clusters: ClusterGraph,
+        expanded: Sequence[Expanded],
+        mesh: MeshShape,
+        unreduced: frozenset[str],
+        hidden: frozenset[tuple[str, str]],
     ):
         self._layout, self._clusters, self._expanded = layout, clusters, expanded
-        self._sizes, self._unreduced = mesh.sizes, unreduced
+        self._sizes, self._unreduced, self._hidden = mesh.sizes, unreduced, hidden
         self._whole = ((R,) * mesh.num_axes,)
 
     def _wanted(self, reader: Reader) -> tuple[Placements, ...]:
@@ -282,7 +291,7 @@ class _Flows:
             value.name,
             group.count,
             SEGMENTS.index(group.phase),
-            (group.names[0], group.phase) in self._layout.hidden,
+            (group.names[0], group.phase) in self._hidden,
             network.network,
             self._allowed(group, network),
             group.supply,
