@@ -87,8 +87,8 @@ def run_rank(rank: int, ranks: int, folder: str, options: argparse.Namespace) ->
             log = pm._programs[0].engine.log_actions()
             pm.step(batch)
             logs.append([tuple(entry) for entry in log])
-        memory = dict(pm.plan.predicted.memory_bytes)
-        found[schedule] = {"pipeline": pm.plan.pipeline.to_json_dict(), "logs": logs, "memory": memory}
+        planned = pm.plan.predicted.in_flight_bytes
+        found[schedule] = {"pipeline": pm.plan.pipeline.to_json_dict(), "logs": logs, "planned_bytes": planned}
     with open(f"{folder}/{rank}.json", "w") as file:
         json.dump(found, file)
     dist.destroy_process_group()
@@ -239,7 +239,7 @@ def compare(schedule: str, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
         replays.append(simulate(pipeline, order, own.__getitem__).bubble)
     medians = {key: statistics.median(values) for key, values in times.items()}
     predicted = simulate(pipeline, orders(pipeline), lambda a: medians[a.kind, a.stage])
-    planned = max(found[schedule]["memory"]["activations"] for found in by_rank)
+    planned = by_rank[0][schedule]["planned_bytes"]
     measured = statistics.median(replays)
     return {
         "schedule": schedule,

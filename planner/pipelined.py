@@ -311,6 +311,7 @@ class Uncut:
             hidden_s=before.hidden_s * scale,
             step_time_s=step.step_s + once_s,
             memory_bytes=max(self.memory(staged, step.peak_bytes), key=lambda m: sum(m.values())),
+            in_flight_bytes=int(max(step.peak_bytes)),
             moved_bytes=moved_bytes(staged.pipeline, self.profile, self.plan.collectives),
         )
 

@@ -134,6 +134,8 @@ class Prediction:
         memory_bytes: bytes at the peak by category: ``parameters``, ``gradients``, ``optimizer``, ``activations``, ...
         peak_at: the op that runs at the peak; ``""`` where it is not known.
         moved_bytes: with stages, what the busiest device sends or receives per step, inside its stages and over their boundaries.
+        in_flight_bytes: with stages, the most that a rank keeps for later backwards between two actions. ``activations`` at the peak are
+            less where the peak is within a backward, which frees what it has read.
     """
 
     compute_s: float
@@ -143,6 +145,7 @@ class Prediction:
     memory_bytes: Mapping[str, int]
     peak_at: str = ""
     moved_bytes: int = 0
+    in_flight_bytes: int = 0
 
     @property
     def peak_memory_bytes(self) -> int:
