@@ -143,7 +143,7 @@ class Race:
         """Look for a better plan on the best mesh, if the bound there leaves room for one: with the whole effort."""
         assert self.best is not None
         found, on = self.best, self.best.on
-        if found.objective_s - found.bound_s <= self.effort.gap * found.objective_s:
+        if self.effort == self._rough or found.objective_s - found.bound_s <= self.effort.gap * found.objective_s:
             return
         better = self._solve(on, self.effort)
         k = next(k for k, (other, _) in enumerate(self.tried) if other is on)
