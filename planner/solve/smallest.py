@@ -14,12 +14,12 @@ from meshwright.planner.solve.answers import Solution
 from meshwright.planner.solve.bundle import Prices
 from meshwright.planner.solve.messages import Messages
 from meshwright.planner.solve.price import memory_of
-from meshwright.planner.solve.problem import SEGMENTS, Choice, Flow, Problem, Restriction
+from meshwright.planner.solve.problem import SEGMENTS, Choice, Problem, Restriction
 from meshwright.planner.solve.program import NetworkCache, largest_memory_bytes, typical_seconds
 
 # Memory that a plan may hold at most is worth so many times the seconds that it may take at least.
 _DEAR = 1e6
-_PASSES = 32
+_PASSES, _FEW_PASSES = 32, 2
 # Numbers of candidates that differ by less are equal; steps between placements hardly cost anything beside one.
 _ONE, _STEP_S = 0.5, 1e-7
 
@@ -61,30 +61,26 @@ def fewest_by_messages(problem: Problem, restriction: Restriction) -> tuple[int,
         problem: the problem.
         restriction: what is taken away from it, and what is avoided.
     """
+    near = {id(f.network): replace(f.network, seconds=np.full(f.network.num_arcs, _STEP_S)) for f in problem.flows}
     counted = replace(
         problem,
         choices=tuple(_counted(c, restriction.avoid.get(g)) for g, c in enumerate(problem.choices)),
-        flows=tuple(map(_near, problem.flows)),
+        flows=tuple(replace(f, segment=0, hidden=False, count=1, network=near[id(f.network)]) for f in problem.flows),
         peaks=(),
         memory_limit_bytes=None,
         tie_memory_s_per_byte=0.0,
     )
-    messages = Messages(counted, restriction, NetworkCache())
-    messages.settle(_PASSES, _STEP_S)
-    bound, _ = messages.proved()
-    plane = messages.reading()
-    limit = problem.memory_limit_bytes
-    fits = limit is None or sum(memory_of(problem, plane.chosen).values()) <= limit
-    return plane.chosen if fits and plane.objective < min(messages.unreachable_s, bound + _ONE) else None
+    messages, limit = Messages(counted, restriction, NetworkCache()), problem.memory_limit_bytes
+    for _ in range(_PASSES // _FEW_PASSES):
+        messages.sweep(_FEW_PASSES)
+        plane = messages.reading()
+        if plane.objective < min(messages.unreachable_s, messages.plain_bound + _ONE):
+            fits = limit is None or sum(memory_of(problem, plane.chosen).values()) <= limit
+            return plane.chosen if fits else None
+    return None
 
 
 def _counted(choice: Choice, avoided: np.ndarray | None) -> Choice:
     """A choice that costs what is avoided of it, and one more, so that the usual plan costs something."""
     count = 1.0 + (np.zeros(choice.num_candidates) if avoided is None else avoided)
     return replace(choice, segment=0, compute_s=count, memory_bytes={}, gather_s=None)
-
-
-def _near(flow: Flow) -> Flow:
-    """A flow whose arcs hardly cost anything."""
-    near = replace(flow.network, seconds=np.full(flow.network.num_arcs, _STEP_S))
-    return replace(flow, segment=0, hidden=False, count=1, network=near)
