@@ -84,7 +84,10 @@ def foresee(
     limit = problem.memory_limit_bytes
     messages = Messages(problem, restriction, cache)
     bundle = Bundle(problem, messages.hides, limit is not None and largest_memory_bytes(problem, restriction) > limit)
-    prices, free_bound = bundle.prices, -np.inf
+    prices, free_bound, later = bundle.prices, -np.inf, None
+    likely = likely if likely is not None and not likely.is_free and bundle.suits(likely) else None
+    if likely is not None and np.isfinite(beat_s):  # where memory hurts, that alone may be enough
+        prices, likely, later = likely, None, prices
     proved = [np.full(c.num_candidates, -np.inf) for c in problem.choices]
     risen, tried = [-np.inf] * _PATIENCE, list[Prices]()
     for _ in range(rounds):
@@ -99,15 +102,18 @@ def foresee(
             np.maximum(best, floor, out=best)
         bundle.add(prices, bound, messages.reading())
         free_bound = max(free_bound, bound if prices.is_free else -np.inf)
-        if bound >= beat_s or bundle.bound > _HOPELESS * free_bound:
+        if bound >= beat_s or (np.isfinite(free_bound) and bundle.bound > _HOPELESS * free_bound):
             break
+        if later is not None:
+            prices, later = later, None
+            continue
         risen = [*risen[1:], bundle.bound]
         if risen[-1] - risen[0] < _RISE * gap * abs(risen[-1]):
             break
         reach, prices = bundle.propose()
         if reach - bundle.bound <= gap / 3 * abs(reach):
             break
-        if likely is not None and not likely.is_free and bundle.suits(likely):
+        if likely is not None:
             prices, likely = likely, None
         if any(map(prices.equals, tried)):
             break
