@@ -73,7 +73,7 @@ def rest(plan: Plan, program: Capture) -> dict[str, str]:
 
 
 def test_ddp_replicates_parameters_and_reduces_every_gradient_once(stack: Capture):
-    plan = planned(stack, 2, 2, strategy="ddp")
+    plan = planned(stack, 2, 2, device="H100", strategy="ddp")
     assert {v for k, v in rest(plan, stack).items() if k != "x"} == {"RR"}
     assert rest(plan, stack)["x"] == "S(0)S(0)"
     hidden = sum(c.count for c in plan.collectives if c.hidden)
