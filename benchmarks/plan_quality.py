@@ -97,7 +97,8 @@ _UNLIMITED = 1 << 60
 
 def measure(row: Row, *, named: bool = True) -> Iterator[dict[str, Any]]:
     """The row's table: auto, named strategies, published configurations; captured once."""
-    from meshwright.planning import Request, capture_call, plan_capture
+    from meshwright.planning import capture_call, plan_capture
+    from meshwright.request import Request
     from meshwright.target import target_of
 
     model, inputs = _model_and_inputs(row)
@@ -170,7 +171,8 @@ def _evaluated(published: Published, program: Any, topology: Any, auto: Any) -> 
 def _in_stages(published: Published, captured: Any, target: Any, row: Row, auto: Any) -> dict[str, Any]:
     """The best plan of a configuration with pipeline stages; where it does not fit, its time with memory enough."""
     from meshwright.planner.ir.errors import InfeasibleError, InputError
-    from meshwright.planning import Request, plan_capture
+    from meshwright.planning import plan_capture
+    from meshwright.request import Request
 
     failed = {"configuration": published.label, "step_time_s": None, "peak_memory_bytes": None, "fits": False}
     for limit in (None, _UNLIMITED):

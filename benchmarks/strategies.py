@@ -53,8 +53,9 @@ from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.hardware import Device, Hardware, Link
 from meshwright.planner.orders import Action
 from meshwright.planner.simulate import simulate
-from meshwright.planning import Request, capture_call, plan_capture
+from meshwright.planning import capture_call, plan_capture
 from meshwright.report.tables import make_table
+from meshwright.request import Request
 from meshwright.runtime.module import build
 from meshwright.target import target_of
 

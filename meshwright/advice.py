@@ -19,8 +19,9 @@ from meshwright.planner.ir.plan import Plan
 from meshwright.planner.repeat import Folded
 from meshwright.planner.solve.memory import OPTIMIZER_BYTES
 from meshwright.planner.solve.strategies import IN_STAGES
-from meshwright.planning import Request, capture_call, model_name, plan_capture
+from meshwright.planning import capture_call, model_name, plan_capture
 from meshwright.report.units import format_bytes, format_seconds
+from meshwright.request import Request
 from meshwright.target import target_of
 
 SIMPLEST = (

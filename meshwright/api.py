@@ -18,7 +18,8 @@ from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.hardware import Hardware
 from meshwright.planner.ir.mesh import Cluster, MeshShape
 from meshwright.planner.ir.plan import Plan
-from meshwright.planning import Request, capture_call, model_name, one_of, plan_capture
+from meshwright.planning import capture_call, model_name, plan_capture
+from meshwright.request import Request, one_of
 from meshwright.target import target_of
 
 if TYPE_CHECKING:

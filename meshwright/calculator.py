@@ -21,7 +21,8 @@ from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.recompute import LEVELS
 from meshwright.planner.repeat import Folded
 from meshwright.planner.solve.memory import usable_bytes
-from meshwright.planning import Request, capture_call, model_name, plan_capture
+from meshwright.planning import capture_call, model_name, plan_capture
+from meshwright.request import Request
 from meshwright.target import target_of
 
 WEIGHT_BITS: Mapping[str, int] = {"float32": 32, "bfloat16": 16, "float8": 8, "int8": 8, "int4": 4}

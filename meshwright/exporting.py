@@ -19,7 +19,8 @@ from meshwright.passes.lower_stages import lower_stages
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.plan import Plan
-from meshwright.planning import Request, capture_call, model_name
+from meshwright.planning import capture_call, model_name
+from meshwright.request import Request
 from meshwright.runtime.checkpoint.catalogue import read_catalogue
 from meshwright.runtime.export.graphs import group_markers
 from meshwright.runtime.export.manifest import STATE, MeshRecord

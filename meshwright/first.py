@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.planner.ir.errors import InputError
-from meshwright.planning import one_of
+from meshwright.request import one_of
 from meshwright.runtime.initial import INITS, SHARDED_NOTE, fill
 from meshwright.runtime.module import ParallelModule
 from meshwright.runtime.pipeline import PipelineModule

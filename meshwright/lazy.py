@@ -20,7 +20,8 @@ from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.spec import format_placements
 from meshwright.planner.pipelined import PipelineRequest
 from meshwright.planner.repeat import Folded
-from meshwright.planning import Request, RequestAgain, capture_call, model_name, plan_on_ranks
+from meshwright.planning import capture_call, model_name, plan_on_ranks
+from meshwright.request import Request, RequestAgain
 from meshwright.runtime import module as runtime
 from meshwright.runtime.mesh import arranged_ranks
 from meshwright.runtime.params import PlacedState, fill_tree

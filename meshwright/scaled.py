@@ -28,8 +28,9 @@ from meshwright.planner.ir.spec import Placement, Placements, Row, join_shards, 
 from meshwright.planner.ir.verify import verify_plan
 from meshwright.planner.repeat import Unlike
 from meshwright.planner.rules import rows_for
-from meshwright.planning import Request, capture_call
+from meshwright.planning import capture_call
 from meshwright.prove import joined
+from meshwright.request import Request
 
 _TOLERANCE = 1e-6
 """Relative to the largest element: both sides run in double precision."""

@@ -26,8 +26,9 @@ from meshwright.planner.ir.plan import Alternative, MeshTried, Plan, Prediction
 from meshwright.planner.ir.recompute import LEVELS, Recompute
 from meshwright.planner.levels import Recomputable, Tried
 from meshwright.planner.meshes import LogicalMesh
-from meshwright.planner.on_mesh import Found, OnMesh, Program, rows_of
+from meshwright.planner.on_mesh import Found, OnMesh, rows_of
 from meshwright.planner.options import Clock, Options
+from meshwright.planner.program import Program
 from meshwright.planner.race import Race
 from meshwright.planner.solve.bundle import Prices
 from meshwright.planner.solve.optimise import Effort

@@ -9,7 +9,8 @@ from meshwright.planner import blocks
 from meshwright.planner.ir.cluster import ClusterGraph
 from meshwright.planner.ir.plan import Alternative, Fallback, MeshTried, Plan, Prediction
 from meshwright.planner.ir.verify import verify_plan
-from meshwright.planner.on_mesh import Found, Program
+from meshwright.planner.on_mesh import Found
+from meshwright.planner.program import Program
 from meshwright.planner.solve.evaluate import Evaluation, evaluate, kernel_seconds, require_equal
 from meshwright.planner.solve.extract import collectives, extract
 from meshwright.planner.solve.memory import RESERVE

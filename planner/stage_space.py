@@ -17,9 +17,10 @@ from meshwright.planner.ir.recompute import LEVELS, Recompute
 from meshwright.planner.levels import Recomputable
 from meshwright.planner.meshes import LogicalMesh
 from meshwright.planner.micro import batch_length
-from meshwright.planner.on_mesh import OnMesh, Program
+from meshwright.planner.on_mesh import OnMesh
 from meshwright.planner.options import Clock, Options
 from meshwright.planner.pipelined import PipelineRequest
+from meshwright.planner.program import Program
 from meshwright.planner.solve.strategies import followed, strategy_named
 from meshwright.planner.stage_choices import STAGES_PER_RANK, micro_batch_counts
 from meshwright.planner.stage_floor import Shape, by_number_of_axes

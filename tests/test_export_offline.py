@@ -15,7 +15,8 @@ from meshwright.cli import app
 from meshwright.exporting import _all_programs, export_plan
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.recompute import Recompute
-from meshwright.planning import Request, capture_call
+from meshwright.planning import capture_call
+from meshwright.request import Request
 from meshwright.runtime.export.manifest import PROGRAMS
 from tests.helpers import pipelines
 from tests.helpers.equality import RTOL, Trial, compare, gathered

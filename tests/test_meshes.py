@@ -19,7 +19,8 @@ from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.spec import R, S
 from meshwright.planner.meshes import MeshRequest, factorisations, finer, logical_meshes
-from meshwright.planner.on_mesh import OnMesh, Program
+from meshwright.planner.on_mesh import OnMesh
+from meshwright.planner.program import Program
 from meshwright.planner.search import Options, make_plan, search_plan
 from meshwright.planner.solve.optimise import Effort
 from meshwright.target import target_of

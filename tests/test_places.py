@@ -11,14 +11,16 @@ from meshwright.inputs import call_of, model_of
 from meshwright.planner.expand import expanded, planned_names
 from meshwright.planner.ir.recompute import Recompute
 from meshwright.planner.meshes import logical_meshes
-from meshwright.planner.on_mesh import Found, OnMesh, Program
+from meshwright.planner.on_mesh import Found, OnMesh
 from meshwright.planner.options import Options
 from meshwright.planner.pipelined import Lying, PipelineRequest, Uncut
 from meshwright.planner.places import places_in_whole
+from meshwright.planner.program import Program
 from meshwright.planner.solve.segments import hidden_values
 from meshwright.planner.spell import checked_plan
 from meshwright.planner.stage_memory import Resting
-from meshwright.planning import Request, capture_call
+from meshwright.planning import capture_call
+from meshwright.request import Request
 from meshwright.target import target_of
 from tests.test_staging import llama, tokens
 

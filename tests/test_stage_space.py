@@ -14,7 +14,8 @@ from meshwright.planner.meshes import MeshRequest, meshes_in_roles
 from meshwright.planner.options import Clock, Options
 from meshwright.planner.pipelined import PipelineRequest
 from meshwright.planner.stage_space import Devices, Space
-from meshwright.planning import Request, capture_call
+from meshwright.planning import capture_call
+from meshwright.request import Request
 from meshwright.target import target_of
 
 

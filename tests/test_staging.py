@@ -26,7 +26,8 @@ from meshwright.planner.simulate import simulate
 from meshwright.planner.solve.segments import hidden_values
 from meshwright.planner.stage_choices import micro_batch_counts, schedules
 from meshwright.planner.stage_cuts import profile
-from meshwright.planning import Request, capture_call
+from meshwright.planning import capture_call
+from meshwright.request import Request
 from meshwright.target import target_of
 from tests.helpers.prepared import captured
 

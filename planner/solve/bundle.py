@@ -100,8 +100,9 @@ class Bundle:
         self._peak_of = np.repeat(np.arange(len(problem.peaks)), [len(p.terms) for p in problem.peaks])
         self._peak_weights = [p.weight for p in problem.peaks]
 
-    def add(self, prices: Prices, bound: float, plane: Plane) -> None:
-        self.planes.append(plane)
+    def add(self, prices: Prices, bound: float, plane: Plane | None) -> None:
+        """What was learned at some prices: a bound, and a plan if one was read."""
+        self.planes += [] if plane is None else [plane]
         self._reach = min(1.0, self._reach * _WIDER) if bound >= self.bound else self._reach * _NARROWER
         if bound >= self.bound:
             self.bound, self.prices = bound, prices

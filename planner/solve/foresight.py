@@ -79,47 +79,70 @@ def foresee(
         gap: relative gap that is of interest: finer prices are not looked for.
         rounds: prices tried at most.
         beat_s: a bound as high as this is high enough.
-        likely: prices to try early: those of a similar problem.
+        likely: prices to try early, first where something is to be beaten: those of a similar problem.
     """
-    limit = problem.memory_limit_bytes
-    messages = Messages(problem, restriction, cache)
-    bundle = Bundle(problem, messages.hides, limit is not None and largest_memory_bytes(problem, restriction) > limit)
-    prices, free_bound, later = bundle.prices, -np.inf, None
-    likely = likely if likely is not None and not likely.is_free and bundle.suits(likely) else None
-    if likely is not None and np.isfinite(beat_s):  # where memory hurts, that alone may be enough
-        prices, likely, later = likely, None, prices
-    proved = [np.full(c.num_candidates, -np.inf) for c in problem.choices]
-    risen, tried = [-np.inf] * _PATIENCE, list[Prices]()
+    look = _Look(problem, restriction, cache, gap, beat_s)
+    likely = likely if likely is not None and not likely.is_free and look.bundle.suits(likely) else None
+    free, early = look.bundle.prices, likely is not None and np.isfinite(beat_s)
+    queue = [prices for prices in ((likely, free) if early else (free,)) if prices is not None]
     for _ in range(rounds):
-        tried.append(prices)
-        messages.price(prices)
-        messages.settle(_PASSES, _WORTH * gap, beat_s)
-        if messages.plain_bound >= beat_s:
-            free_bound = max(free_bound, messages.plain_bound if prices.is_free else -np.inf)
-            return Foresight(messages.plain_bound, free_bound, tuple(proved), prices, None, np.inf, True)
-        bound, floors = messages.proved()
-        for best, floor in zip(proved, floors, strict=True):
+        if not look.at(queue.pop(0)):
+            break
+        if not queue:
+            proposed = look.next_prices()
+            if proposed is None:
+                break
+            queue, likely = [proposed if likely is None or early else likely], None
+            if any(map(queue[0].equals, look.tried)):
+                break
+    return look.found()
+
+
+class _Look:
+    """The prices that were tried, and what was learned at them."""
+
+    def __init__(self, problem: Problem, restriction: Restriction, cache: NetworkCache, gap: float, beat_s: float):
+        self.problem, self.gap, self.beat_s = problem, gap, beat_s
+        limit = problem.memory_limit_bytes
+        self.messages = Messages(problem, restriction, cache)
+        is_limited = limit is not None and largest_memory_bytes(problem, restriction) > limit
+        self.bundle = Bundle(problem, self.messages.hides, is_limited)
+        self.tried: list[Prices] = []
+        self._proved = [np.full(c.num_candidates, -np.inf) for c in problem.choices]
+        self._risen, self._free_bound, self._is_short = [-np.inf] * _PATIENCE, -np.inf, False
+
+    def at(self, prices: Prices) -> bool:
+        """Learn what some prices prove; whether more prices are of interest. A bound that is high enough is all that is learned."""
+        self.tried.append(prices)
+        self.messages.price(prices)
+        self.messages.settle(_PASSES, _WORTH * self.gap, self.beat_s)
+        self._is_short = self.messages.plain_bound >= self.beat_s
+        bound = self.messages.plain_bound if self._is_short else self._prove()
+        self._free_bound = max(self._free_bound, bound if prices.is_free else -np.inf)
+        self.bundle.add(prices, bound, None if self._is_short else self.messages.reading())
+        self._is_short = self.bundle.bound >= self.beat_s
+        is_hopeless = np.isfinite(self._free_bound) and self.bundle.bound > _HOPELESS * self._free_bound
+        return not self._is_short and not is_hopeless
+
+    def _prove(self) -> float:
+        bound, floors = self.messages.proved()
+        for best, floor in zip(self._proved, floors, strict=True):
             np.maximum(best, floor, out=best)
-        bundle.add(prices, bound, messages.reading())
-        free_bound = max(free_bound, bound if prices.is_free else -np.inf)
-        if bound >= beat_s or (np.isfinite(free_bound) and bundle.bound > _HOPELESS * free_bound):
-            break
-        if later is not None:
-            prices, later = later, None
-            continue
-        risen = [*risen[1:], bundle.bound]
-        if risen[-1] - risen[0] < _RISE * gap * abs(risen[-1]):
-            break
-        reach, prices = bundle.propose()
-        if reach - bundle.bound <= gap / 3 * abs(reach):
-            break
-        if likely is not None:
-            prices, likely = likely, None
-        if any(map(prices.equals, tried)):
-            break
-    nearest = _nearest(problem, [p for p in bundle.planes if p.objective < messages.unreachable_s])
-    chosen, about = (None, np.inf) if nearest is None else (nearest.chosen, nearest.objective)
-    return Foresight(bundle.bound, free_bound, tuple(proved), bundle.prices, chosen, about, bundle.bound >= beat_s)
+        return bound
+
+    def next_prices(self) -> Prices | None:
+        """Where the bound may be higher; None where it hardly rises any more."""
+        self._risen = [*self._risen[1:], self.bundle.bound]
+        if self._risen[-1] - self._risen[0] < _RISE * self.gap * abs(self._risen[-1]):
+            return None
+        reach, prices = self.bundle.propose()
+        return None if reach - self.bundle.bound <= self.gap / 3 * abs(reach) else prices
+
+    def found(self) -> Foresight:
+        bundle, planes = self.bundle, [p for p in self.bundle.planes if p.objective < self.messages.unreachable_s]
+        nearest = _nearest(self.problem, planes)
+        chosen, about = (None, np.inf) if nearest is None else (nearest.chosen, nearest.objective)
+        return Foresight(bundle.bound, self._free_bound, tuple(self._proved), bundle.prices, chosen, about, self._is_short)
 
 
 def _nearest(problem: Problem, planes: list[Plane]) -> Plane | None:

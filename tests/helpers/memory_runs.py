@@ -13,7 +13,8 @@ from torch import nn
 import meshwright as mw
 from meshwright.inputs import call_of
 from meshwright.planner.ir.plan import Plan
-from meshwright.planning import Request, capture_call, plan_capture
+from meshwright.planning import capture_call, plan_capture
+from meshwright.request import Request
 from meshwright.runtime.mesh import make_mesh
 from meshwright.runtime.module import build
 from meshwright.target import target_of

@@ -16,7 +16,8 @@ from meshwright.planner.pipelined import Lying, PipelineRequest, Uncut
 from meshwright.planner.repeat import Folded
 from meshwright.planner.search import make_plan
 from meshwright.planner.stage_choices import schedules
-from meshwright.planning import Request, capture_call, model_name, plan_capture
+from meshwright.planning import capture_call, model_name, plan_capture
+from meshwright.request import Request
 from meshwright.runtime.mesh import make_mesh
 from meshwright.target import target_of
 from tests.helpers import equality, pipelines
