@@ -8,6 +8,7 @@ an error of its own, or one that reports none although all others do.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -77,11 +78,18 @@ class Journal:
         """Start the thread that writes the present action; once per process."""
         if self._pid != os.getpid():
             self._pid = os.getpid()
-            threading.Thread(target=self._beat, daemon=True, name="meshwright-journal").start()
+            thread = threading.Thread(target=self._beat, daemon=True, name="meshwright-journal")
+            thread.start()
+            atexit.register(self._end, thread)
 
     def close(self) -> None:
         """Stop writing."""
         self._over.set()
+
+    def _end(self, thread: threading.Thread) -> None:
+        """Before the interpreter ends: a thread that it ends while it writes to the store would end the process with an error."""
+        self.close()
+        thread.join(_GRACE_S)
 
     def _beat(self) -> None:
         while not self._over.wait(_EVERY_S):

@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from meshwright.planner.ir.errors import InputError, RuntimeMismatchError
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.spec import Placement, Placements, R, S, format_placements, plain_factor
+from meshwright.runtime.ending import let_threads_finish_at_exit
 
 
 def mesh_shape(mesh: DeviceMesh) -> MeshShape:
@@ -203,6 +204,7 @@ def our_placements(placements: Sequence[TorchPlacement], sizes: Sequence[int]) -
 
 def gather_objects(item: Any, mesh: DeviceMesh) -> list[Any]:
     """Every rank's ``item``, in row-major order of the mesh, on every rank."""
+    let_threads_finish_at_exit()
     if mesh.size() == dist.get_world_size():
         by_rank: list[Any] = [None] * mesh.size()
         dist.all_gather_object(by_rank, item)
@@ -217,6 +219,7 @@ def gather_objects(item: Any, mesh: DeviceMesh) -> list[Any]:
 
 def broadcast_object(item: Any, mesh: DeviceMesh) -> Any:
     """The first rank's ``item`` on every rank of the mesh."""
+    let_threads_finish_at_exit()
     box = [item]
     for axis in range(mesh.ndim):
         dist.broadcast_object_list(box, src=_first_rank(mesh, axis), group=mesh.get_group(axis))
