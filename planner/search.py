@@ -204,7 +204,7 @@ class _Levels:
         floor = program.floor_bytes(self.meshes[0].mesh.num_devices)
         if floor > self.limit_bytes and self.options.recompute is None and recompute.level != LEVELS[-1]:
             return Tried(recompute, None, math.inf, floor, math.inf, False)
-        return _Search(program, self._meshes(recompute))
+        return _Search(program, self._meshes(recompute), self.meshes)
 
     def _meshes(self, recompute: Recompute) -> Sequence[LogicalMesh]:
         """All meshes for a level; for a mixture of two that on which one of them is best."""
@@ -237,9 +237,11 @@ class _Search:
 
     raced: Race
 
-    def __init__(self, program: Program, meshes: Sequence[LogicalMesh]):
+    def __init__(self, program: Program, meshes: Sequence[LogicalMesh], others: Sequence[LogicalMesh] = ()):
+        """``others``: meshes that only named strategies are tried on."""
         self.program, self.options, self.clock = program, program.options, program.clock
         self.meshes = [OnMesh(program, where) for where in meshes]
+        self._named = [*self.meshes, *(OnMesh(program, where) for where in others if where not in meshes)]
 
     def race(self, known_s: float = math.inf) -> Race:
         """Solve on the meshes, as far as a plan can be faster than one that is known."""
@@ -363,8 +365,8 @@ class _Search:
         """The meshes that a named strategy is used on: all devices in one axis, or as they are given; tensor parallelism inside
         nodes."""
         if strategy_named(name).model is None:
-            return [on for k, on in enumerate(self.meshes) if k == 0 or on.mesh.num_axes == 1]
-        inner = [on for k, on in enumerate(self.meshes) if k == 0 or on.where.is_inner]
+            return [on for k, on in enumerate(self._named) if k == 0 or on.mesh.num_axes == 1]
+        inner = [on for k, on in enumerate(self._named) if k == 0 or on.where.is_inner]
         return sorted(inner, key=lambda on: -on.mesh.sizes[-1])
 
     def _alternative(self, name: str) -> tuple[Alternative, Found | None]:
@@ -372,7 +374,7 @@ class _Search:
         natural = self._natural(name)
         race = Race(name, _COMPARED).run(natural)
         if race.best is None:  # everything in one axis takes the least memory
-            race.run([on for on in self.meshes if on.mesh.num_axes == 1 and on not in natural])
+            race.run([on for on in self._named if on.mesh.num_axes == 1 and on not in natural])
         if race.best is not None:
             outcome = race.best.outcome
             sizes = race.best.on.mesh.sizes
