@@ -85,6 +85,8 @@ class Race:
         assert self.best is not None
         if found.objective_s < self.best.objective_s:
             self.best = found
+            if all(on is not found.on for on, _ in self.tried):  # a mesh that only named strategies were tried on
+                self._say(found.on, "slower", None, found.outcome.step_time_s)
 
     def refine(self, meshes: Sequence[OnMesh]) -> None:
         """Try meshes on which not all rows are allowed: the most promising few. Only their compute bounds all plans on them."""
@@ -146,13 +148,13 @@ class Race:
         if self.effort == self._rough or found.objective_s - found.bound_s <= self.effort.gap * found.objective_s:
             return
         better = self._solve(on, self.effort)
-        k = next(k for k, (other, _) in enumerate(self.tried) if other is on)
         if isinstance(better, Found):
             self.best = better
         elif isinstance(better, Excluded):
             self.best = replace(found, bound_s=max(found.bound_s, better.bound_s))
         if not on.rows:
-            self.tried[k] = (on, replace(self.tried[k][1], bound_s=self.best.bound_s))
+            bound_s = self.best.bound_s
+            self.tried = [(other, replace(t, bound_s=bound_s) if other is on else t) for other, t in self.tried]
 
     def _solve(self, on: OnMesh, effort: Effort | None = None) -> Found | Excluded | None:
         """The best plan on a mesh that fits; None where none was found.

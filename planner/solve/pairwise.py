@@ -105,10 +105,6 @@ class Pairwise:
         """The cheapest tree to all demands that need any path, exact for few of them."""
         at = flow.supply_nodes[self.kept[flow.supply]]
         demands = [d for d in _different(flow.demands) if self._path(flow, d, cost, at).any()]
-        if len(demands) == 1:
-            seconds = self._path(flow, demands[0], cost, at) * flow.count
-            self._pay_between(flow, flow.supply, demands[0].choice, seconds)
-            return
         for group in together(len(demands)):
             self._add_tree(flow, [demands[i] for i in group], cost, at, flow.count * len(group) / len(demands))
 
