@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +53,16 @@ def _llama() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": _gpt2(0.0), "gpt2-dropout": _gpt2(0.1), "llama": _llama}
 
 
-def rows(only: str) -> list[dict[str, Any]]:
+def rows(only: str) -> Iterator[dict[str, Any]]:
     """One measurement per model, strategy and level whose model's name contains ``only``."""
     ids = torch.randint(0, 1000, (8, 256))
-    found = []
     for name, make in MODELS.items():
         for strategy in ("ddp", "zero3", "tp") if only in name else ():
             for level in ("none", "selective", "full"):
                 m = measure(make, {"input_ids": ids, "labels": ids}, (2,), strategy=strategy, recompute=level)
                 predicted, measured = m.plan.predicted.peak_memory_bytes, max(m.peaks)
                 row = {"model": name, "strategy": strategy, "recompute": level, "predicted": predicted, "measured": measured}
-                found.append({"benchmark": "memory", **row, "ratio": round(m.ratio, 4)})
-    return found
+                yield {"benchmark": "memory", **row, "ratio": round(m.ratio, 4)}
 
 
 def main() -> None:

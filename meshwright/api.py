@@ -44,7 +44,7 @@ def plan(
     pins: Mapping[str, Any] | None = None,
     on_missing_rule: str = "replicate",
     degrees: Mapping[str, int] | None = None,
-    logical_mesh: str | tuple[int, ...] | None = None,
+    logical_mesh: str | tuple[int, ...] | Mapping[str, int] | None = None,
     respect_axis_names: bool = False,
     alternatives: bool = True,
     micro_batches: int | None = None,
@@ -76,9 +76,11 @@ def plan(
         degrees: how many devices for what: ``{"dp": 8, "tp": 8}`` for data, ``cp`` for sequence and ``tp`` for tensor parallelism.
             What is left out is searched: ``{"tp": 8}`` alone leaves the other devices to ``dp`` and ``cp``. ``pp`` is the number of
             pipeline ranks; a mesh axis named ``pp`` says the same.
-        logical_mesh: how devices are arranged in axes: ``"search"``, ``"given"`` (the mesh as it is) or sizes as ``(8, 8)``. Default:
-            searched for a cluster and a ``DeviceMesh``; given for a :class:`MeshShape`, and where there are pins.
-        respect_axis_names: keep the mesh as it is, and use axes named ``dp``, ``fsdp``, ``cp``, ``tp`` only for what they say.
+        logical_mesh: how devices are arranged in axes: ``"search"``, ``"given"`` (the mesh as it is), sizes as ``(8, 8)``, or sizes
+            with names as ``{"dp": 8, "tp": 8}``. Default: searched for a cluster and a ``DeviceMesh``; given for a
+            :class:`MeshShape`, and where there are pins.
+        respect_axis_names: keep the mesh as it is (or as ``logical_mesh`` names its axes), and use axes named ``dp``, ``fsdp``,
+            ``cp``, ``tp`` only for what they say.
         alternatives: whether to solve the named strategies too and show them beside the plan.
         micro_batches: into how many pieces the batch is cut, one after the other. Loss and gradients stay those of the whole batch;
             a model for which that is impossible is refused. Default: chosen for stages, else one.
@@ -127,7 +129,7 @@ def autoparallelize(
     pins: Mapping[str, Any] | None = None,
     on_missing_rule: str = "replicate",
     degrees: Mapping[str, int] | None = None,
-    logical_mesh: str | tuple[int, ...] | None = None,
+    logical_mesh: str | tuple[int, ...] | Mapping[str, int] | None = None,
     respect_axis_names: bool = False,
     alternatives: bool = True,
     micro_batches: int | None = None,

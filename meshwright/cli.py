@@ -41,7 +41,12 @@ def plan(
     micro_batches: Annotated[int | None, typer.Option(min=1, help="Pieces of the batch, one after the other.")] = None,
     accumulate: Annotated[int, typer.Option(min=1, help="Passes that are added up before a step of the optimizer.")] = 1,
     degrees: Annotated[str | None, typer.Option(help="Devices for what: dp=8,tp=8 (also cp); others are searched.")] = None,
-    logical_mesh: Annotated[str | None, typer.Option(help="search, given (nodes x devices), or sizes as 8x8.")] = None,
+    logical_mesh: Annotated[
+        str | None, typer.Option(help="search, given (nodes x devices), or sizes as 8x8 or dp=8,tp=8.")
+    ] = None,
+    respect_axis_names: Annotated[
+        bool, typer.Option("--respect-axis-names", help="Use axes of --logical-mesh named dp, fsdp, cp or tp only for that.")
+    ] = False,
     alternatives: Annotated[bool, typer.Option(help="Solve the named strategies too, to compare.")] = True,
     inference: Annotated[bool, typer.Option("--inference", help="Plan without a backward.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the plan here.")] = None,
@@ -74,6 +79,7 @@ def plan(
             accumulate=accumulate,
             degrees=None if degrees is None else read_degrees(degrees),
             logical_mesh=None if logical_mesh is None else read_logical_mesh(logical_mesh),
+            respect_axis_names=respect_axis_names,
             alternatives=alternatives,
             training=False if inference else None,
             progress=phases,

@@ -7,8 +7,8 @@ import re
 from meshwright.planner.ir.errors import InputError
 
 
-def read_degrees(text: str) -> dict[str, int]:
-    """Read ``"dp=8,tp=8"``.
+def read_degrees(text: str, what: str = "degrees") -> dict[str, int]:
+    """Read ``"dp=8,tp=8"``; ``what`` it is, for messages.
 
     Raises:
         InputError: the text has another form.
@@ -20,17 +20,22 @@ def read_degrees(text: str) -> dict[str, int]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part)
         if match is None or match[1] in found:
-            raise InputError(f"degrees {text!r} is not NAME=DEVICES,... with each name once, for example 'dp=8,tp=8'")
+            raise InputError(f"{what} {text!r} is not NAME=DEVICES,... with each name once, for example 'dp=8,tp=8'")
         found[match[1]] = int(match[2])
     return found
 
 
-def read_logical_mesh(text: str) -> str | tuple[int, ...]:
-    """Read ``"8x8"`` as sizes; ``"search"`` and ``"given"`` are words.
+def read_logical_mesh(text: str) -> str | tuple[int, ...] | dict[str, int]:
+    """Read ``"8x8"`` as sizes, ``"dp=8,tp=8"`` as sizes by name; ``"search"`` and ``"given"`` are words.
 
-    >>> read_logical_mesh("4x2x8"), read_logical_mesh("given")
-    ((4, 2, 8), 'given')
+    Raises:
+        InputError: names and sizes in another form.
+
+    >>> read_logical_mesh("4x2x8"), read_logical_mesh("given"), read_logical_mesh("dp=8,tp=4")
+    ((4, 2, 8), 'given', {'dp': 8, 'tp': 4})
     """
+    if "=" in text:
+        return read_degrees(text, "logical mesh")
     return tuple(map(int, text.split("x"))) if re.fullmatch(r"\d+(x\d+)*", text) else text
 
 

@@ -37,8 +37,8 @@ class Request:
         respect_axis_names: whether to keep the given axes and use those named ``dp``, ``fsdp``, ``cp``, ``tp`` for that.
         fold_capture: whether few of the repeated blocks are traced and the others copied.
         degrees: size of the axis for each of ``dp``, ``cp``, ``tp``; those left out are searched.
-        logical_mesh: ``"search"``, ``"given"`` (the axes as they are), sizes of one mesh, or None: searched for a cluster and a
-            torch mesh, given for sizes that were written down and where there are pins.
+        logical_mesh: ``"search"``, ``"given"`` (the axes as they are), sizes of one mesh (by name, if a mapping),
+            or None: searched for a cluster and a torch mesh, given for sizes that were written down and where there are pins.
         alternatives: whether to solve the named strategies too, for comparison.
         micro_batches: into how many the batch is cut; None: chosen, one where there are no stages.
         schedule: a name of ``pipeline.SCHEDULES``; None: chosen.
@@ -56,7 +56,7 @@ class Request:
     respect_axis_names: bool = False
     fold_capture: bool = True
     degrees: Mapping[str, int] | None = None
-    logical_mesh: str | tuple[int, ...] | None = None
+    logical_mesh: str | tuple[int, ...] | Mapping[str, int] | None = None
     alternatives: bool = True
     micro_batches: int | None = None
     schedule: str | None = None

@@ -16,7 +16,7 @@ from meshwright.planner.cost import Topology
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.hardware import Hardware
 from meshwright.planner.ir.mesh import MeshShape
-from meshwright.planner.solve.strategies import DEGREES, ROLES, AxisRule, axis_name_rules
+from meshwright.planner.solve.strategies import AXIS_NAMES, DEGREES, ROLES, AxisRule, axis_name_rules
 
 # Axes of the meshes that are searched, and of those that the best of them are split into.
 AXES = 2
@@ -60,14 +60,14 @@ class MeshRequest:
     """What a user says about the logical mesh.
 
     Attributes:
-        logical_mesh: ``"search"``, ``"given"`` (the axes of the mesh as they are), sizes of exactly one mesh, or None: what suits
-            the kind of mesh that was given.
+        logical_mesh: ``"search"``, ``"given"`` (the axes of the mesh as they are), sizes of exactly one mesh, sizes by the names of
+            its axes, or None: what suits the kind of mesh that was given.
         degrees: size of the axis for each of ``dp``, ``cp``, ``tp``; those left out are searched.
-        respect_axis_names: keep the given axes and use them as their names say.
+        respect_axis_names: keep the given axes (or the named ones of ``logical_mesh``) and use them as their names say.
         pinned_axes: number of axes that pins speak of; None without pins.
     """
 
-    logical_mesh: str | tuple[int, ...] | None = None
+    logical_mesh: str | tuple[int, ...] | Mapping[str, int] | None = None
     degrees: Mapping[str, int] | None = None
     respect_axis_names: bool = False
     pinned_axes: int | None = None
@@ -75,7 +75,8 @@ class MeshRequest:
     def __post_init__(self) -> None:
         if isinstance(self.logical_mesh, str) and self.logical_mesh not in ("search", "given"):
             raise InputError(
-                f"logical_mesh={self.logical_mesh!r} is not known: use 'search', 'given' (the mesh as it is), or sizes as (8, 8)"
+                f"logical_mesh={self.logical_mesh!r} is not known: use 'search', 'given' (the mesh as it is), sizes as (8, 8), or "
+                "named sizes as {'dp': 8, 'tp': 8}"
             )
         said = {
             "degrees": bool(self.degrees),
@@ -83,7 +84,8 @@ class MeshRequest:
             "respect_axis_names": self.respect_axis_names,
         }
         both = [name for name, is_said in said.items() if is_said]
-        if len(both) > 1 and not (self.logical_mesh == "given" and not self.degrees):
+        has_names = self.logical_mesh == "given" or isinstance(self.logical_mesh, Mapping)
+        if len(both) > 1 and not (has_names and not self.degrees):
             raise InputError(f"{' and '.join(both)} each say which logical mesh to use: give one of them")
 
     def searches(self, by_default: bool) -> bool:
@@ -108,9 +110,11 @@ def logical_meshes(topology: Topology, request: MeshRequest, *, search: bool) ->
     """
     if request.degrees:
         return _by_degrees(topology, request)
+    if isinstance(request.logical_mesh, Mapping):
+        return (_called(topology, request.logical_mesh, request.respect_axis_names),)
     if isinstance(request.logical_mesh, tuple):
-        return (_exactly(topology, request.logical_mesh),)
-    given = _given(topology, request.respect_axis_names)
+        return (_arranged(topology, _exactly(topology, request.logical_mesh)),)
+    given = _as_named(topology, topology.shape, request.respect_axis_names)
     if not request.searches(search):
         return (given,)
     shapes = [s for s in factorisations(topology.shape.num_devices, AXES) if request.pinned_axes in (None, len(s))]
@@ -195,9 +199,30 @@ def _arranged(topology: Topology, mesh: MeshShape, rules: tuple[AxisRule, ...] =
     return LogicalMesh(mesh, topology.hardware(mesh), rules, demand, inner)
 
 
-def _given(topology: Topology, respect_axis_names: bool) -> LogicalMesh:
-    rules = axis_name_rules(topology.shape) if respect_axis_names else ()
-    return _arranged(topology, topology.shape, rules, "the axis names" if rules else "")
+def _as_named(topology: Topology, mesh: MeshShape, respect_axis_names: bool) -> LogicalMesh:
+    """Exactly ``mesh``; with ``respect_axis_names`` its axes are for what they are called.
+
+    Raises:
+        InputError: no name says anything.
+    """
+    if not respect_axis_names:
+        return _arranged(topology, mesh)
+    if mesh.num_devices > 1 and not set(mesh.names) & set(AXIS_NAMES):
+        raise InputError(
+            f"respect_axis_names, but no axis of mesh {mesh} ({', '.join(mesh.names)}) is called {', '.join(AXIS_NAMES)}: name the axes, "
+            "as logical_mesh={'dp': 8, 'tp': 8} on a cluster of 64, or say degrees"
+        )
+    return _arranged(topology, mesh, axis_name_rules(mesh), "the axis names")
+
+
+def _called(topology: Topology, axes: Mapping[str, int], respect_axis_names: bool) -> LogicalMesh:
+    """The mesh of these sizes and names."""
+    if unknown := [name for name in axes if not isinstance(name, str) or not name]:
+        raise InputError(f"logical_mesh {dict(axes)} names an axis {unknown[0]!r}: names are words")
+    if "pp" in axes:
+        raise InputError(f"logical_mesh {dict(axes)} is the mesh inside a stage: say how many stages with degrees={{'pp': ...}}")
+    sizes = _exactly(topology, tuple(axes.values())).sizes
+    return _as_named(topology, MeshShape(sizes, tuple(axes)), respect_axis_names)
 
 
 def _plain(shape: MeshShape) -> MeshShape:
@@ -206,7 +231,7 @@ def _plain(shape: MeshShape) -> MeshShape:
     return MeshShape(tuple(n for n, _ in kept), tuple(name for _, name in kept)) if kept else MeshShape.of(1)
 
 
-def _exactly(topology: Topology, sizes: tuple[int, ...]) -> LogicalMesh:
+def _exactly(topology: Topology, sizes: tuple[int, ...]) -> MeshShape:
     devices = topology.shape.num_devices
     if not sizes or any(not isinstance(n, int) or n < 1 for n in sizes) or math.prod(sizes) != devices:
         text = "x".join(map(str, sizes))
@@ -215,7 +240,7 @@ def _exactly(topology: Topology, sizes: tuple[int, ...]) -> LogicalMesh:
             f"product is {devices}"
         )
     names = topology.shape.names if sizes == topology.shape.sizes else None
-    return _arranged(topology, MeshShape.of(*sizes, names=names))
+    return MeshShape.of(*sizes, names=names)
 
 
 def _product(sizes: tuple[int, ...]) -> str:

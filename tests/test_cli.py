@@ -13,6 +13,7 @@ import pytest
 from meshwright import cli
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.plan import Plan
+from meshwright.planner.ir.spec import format_placements
 
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 128, "n_positions": 32}
 
@@ -29,6 +30,17 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     with pytest.raises(SystemExit) as ended:
         cli.main()
     return int(ended.value.code or 0)
+
+
+def test_axes_that_are_named_on_the_command_line_are_for_what_they_are_called(monkeypatch, config, tmp_path):
+    asked = ("--cluster", "2x2xH100", "--batch", "4096", "--seq", "32", "--logical-mesh", "dp=2,tp=2", "--no-alternatives")
+    found = {}
+    for more in ((), ("--respect-axis-names",)):
+        assert run(monkeypatch, "plan", config, *asked, *more, "--out", str(tmp_path / "plan.json")) == 0
+        plan = Plan.load(tmp_path / "plan.json")
+        assert (plan.mesh.sizes, plan.mesh.names) == ((2, 2), ("dp", "tp"))
+        found[more] = {format_placements(p) for name, p in plan.inputs.items() if "input_ids" in name}
+    assert list(found.values()) == [{"S(0)S(0)"}, {"S(0)R"}]
 
 
 def test_plan_prints_the_report_and_writes_the_plan(monkeypatch, capsys, config, tmp_path):
@@ -95,6 +107,14 @@ def test_devices_lists_every_record(monkeypatch, capsys):
         (
             ["plan", "CONFIG", "--cluster", "2x2xH100", "--batch", "8", "--seq", "32", "--logical-mesh", "best"],
             "logical_mesh='best' is not known: use 'search', 'given'",
+        ),
+        (
+            ["plan", "CONFIG", "--cluster", "2x2xH100", "--batch", "8", "--seq", "32", "--logical-mesh", "dp=2;tp=2"],
+            "logical mesh 'dp=2;tp=2' is not NAME=DEVICES,... with each name once",
+        ),
+        (
+            ["plan", "CONFIG", "--cluster", "2x2xH100", "--batch", "8", "--seq", "32", "--respect-axis-names"],
+            "no axis of mesh 2x2 (node, device) is called dp",
         ),
     ],
 )

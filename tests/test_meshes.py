@@ -62,9 +62,40 @@ def test_axes_of_size_one_are_no_axes():
 def test_a_mesh_can_be_fixed():
     assert sizes_of("8x8xH100", logical_mesh="given") == [(8, 8)]
     assert sizes_of("8x8xH100", logical_mesh=(4, 2, 8)) == [(4, 2, 8)]
-    assert sizes_of("8x8xH100", respect_axis_names=True) == [(8, 8)]
+    assert sizes_of("8x8xH100", logical_mesh={"outer": 16, "tp": 4}) == [(16, 4)]
     assert sizes_of("8x8xH100", pinned_axes=2) == [(8, 8)]
     assert sizes_of("8x8xH100", pinned_axes=1, logical_mesh="search") == [(64,)]
+
+
+def test_axes_that_are_named_are_for_what_they_are_called_where_that_is_asked():
+    topology = target_of("8x8xH100").topology
+    named = {"data": 8, "x": 2, "tp": 4}
+    (free,) = logical_meshes(topology, MeshRequest(named), search=True)
+    (used,) = logical_meshes(topology, MeshRequest(named, respect_axis_names=True), search=True)
+    assert free.mesh == used.mesh == MeshShape((8, 2, 4), ("data", "x", "tp")) and free.hardware == used.hardware
+    assert not free.rules and used.demand == "the axis names"
+    assert [r.batch for r in used.rules] == ["batch only", "free", "whole"]
+    given = target_of(MeshShape((4, 2), ("fsdp", "tp")), "H100").topology
+    (as_given,) = logical_meshes(given, MeshRequest("given", respect_axis_names=True), search=True)
+    assert [r.batch for r in as_given.rules] == ["batch only", "whole"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({}, r"no axis of mesh 8x8 \(node, device\) is called dp, data, fsdp, cp, tp, model: name the axes, as logical_mesh="),
+        ({"logical_mesh": {"a": 8, "b": 8}}, r"no axis of mesh 8x8 \(a, b\) is called dp"),
+        ({"logical_mesh": {"dp": 8, "tp": 4}}, r"logical_mesh 8x4 has 32 devices, but there are 64"),
+        ({"logical_mesh": {"dp": 64, "tp": 0}}, r"logical_mesh 64x0 has 0 devices, but there are 64"),
+        ({"logical_mesh": {"pp": 8, "tp": 8}}, r"is the mesh inside a stage: say how many stages with degrees=\{'pp': ...\}"),
+        ({"logical_mesh": {8: 8, "tp": 8}}, r"names an axis 8: names are words"),
+        ({"logical_mesh": (8, 8)}, r"logical_mesh and respect_axis_names each say which logical mesh to use"),
+        ({"logical_mesh": {"dp": 8, "tp": 8}, "degrees": {"tp": 8}}, r"degrees and logical_mesh and respect_axis_names each say"),
+    ],
+)
+def test_axis_names_that_say_nothing_or_something_else_are_refused(request_, message):
+    with pytest.raises(InputError, match=message):
+        sizes_of("8x8xH100", respect_axis_names=True, **request_)
 
 
 def test_sizes_that_were_written_down_are_not_searched_unless_asked():

@@ -73,7 +73,9 @@ def measure(make: Callable[[], nn.Module], batch: Mapping[str, Any], sizes: tupl
         live.start_with(t for state in opt.state.values() for t in state.values() if isinstance(t, torch.Tensor))
         with live:
             for _ in range(request.accumulate):
-                scalar_of(pm(**batch)).backward()
+                returned = pm(**batch)  # held until the backward is done, as training loops do and the prediction says
+                scalar_of(returned).backward()
+                del returned
         return live.peak, live.at, live.trace
 
     ranks = 1
