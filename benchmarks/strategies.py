@@ -26,31 +26,26 @@ import argparse
 import ctypes
 import gc
 import json
-import math
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from machine import cpu_s, local_source, measured_device, measured_link
 from pipeline import SEQ, VOCABULARY, Model
 from rich.console import Console
 from torch import distributed as dist, multiprocessing as mp, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshwright as mw
-from meshwright.planner.cost import DEVICES
-from meshwright.planner.cost.comm import collective_s
-from meshwright.planner.cost.devices import matmul_tiles
-from meshwright.planner.ir.buffers import GATHER_BYTES
 from meshwright.planner.ir.graph import Capture
-from meshwright.planner.ir.hardware import Device, Hardware, Link
+from meshwright.planner.ir.hardware import Device, Hardware, Link, Measured
 from meshwright.planner.orders import Action
 from meshwright.planner.simulate import simulate
 from meshwright.planning import capture_call, plan_capture
@@ -73,9 +68,6 @@ STRATEGIES = (
     "3d",
     "model_parallel",
 )
-c10d = torch.ops._c10d_functional
-SMALL, LARGE = 1 << 4, GATHER_BYTES // 4
-"""Elements of the all_reduces that latency and rate come from; the larger is as large as a buffer that small ones share."""
 
 
 def _transformer() -> Model:
@@ -139,86 +131,11 @@ class Ready:
 # --- this machine -------------------------------------------------------------------------------------------------
 
 
-def _cpu_s(run: Callable[[], Any], times: int) -> float:
-    """CPU seconds of a call, all threads: the median over ``times``, the mean over ranks, which all are at it together."""
-    found = []
-    for _ in range(times):
-        dist.barrier()
-        began = time.process_time()
-        run()
-        found.append(time.process_time() - began)
-    together = torch.tensor(statistics.median(found), dtype=torch.float64)
-    dist.all_reduce(together)
-    return float(together) / dist.get_world_size()
-
-
-def _small_ops() -> None:
-    """Kernels and views of so few elements that all they cost is to be called."""
-    x, w, one = torch.randn(8, 8), torch.randn(8, 8), torch.ones(8)
-    for _ in range(200):
-        y = torch.mm(torch.reshape(x, [8, 8]), torch.permute(w, [1, 0]))
-        y = torch.add(torch.mul(y, x), x)
-        y = torch.native_layer_norm(y, [8], one, one, 1e-5)[0]
-        torch.sum(y, [0], False)
-
-
 def measured_hardware(plain: Ready) -> Hardware:
     """What one rank gets of this machine while all of them run; equal on all ranks. ``plain``: a pipeline."""
-    rows, n, ranks = 128, 512, dist.get_world_size()
-    a, b = torch.randn(rows, n), torch.randn(n, n)
-    with torch.no_grad():
-        matmul_s = _cpu_s(lambda: [a @ b for _ in range(64)], 9) / 64
-        x, y, z = (torch.randn(1 << 22) for _ in range(3))
-        add_s = _cpu_s(lambda: [torch.add(x, y, out=z) for _ in range(4)], 9) / 4
-        small_op_s = _cpu_s(_small_ops, 9) / (200 * 7)
-    _, edge = matmul_tiles(DEVICES["CPU"])
-    flops, rate = 2 * (rows + edge) * (n + edge) ** 2 / matmul_s, 3 * x.numel() * 4 / add_s
-    source = f"CPU seconds on {ranks} local ranks of {os.cpu_count()} cores together, load {os.getloadavg()[0]:.1f}"
-    link, base = _measured_link(source), DEVICES["CPU"]
-    peaks = {name: peak / base.peak_flops_per_s["float32"] * flops / 0.9 for name, peak in base.peak_flops_per_s.items()}
-    action_s = _action_overhead_s(plain, link.latency_s)
-    measured = {
-        "memory_bytes_per_s": rate,
-        "peak_flops_per_s": peaks,
-        "kernel_overhead_s": small_op_s,
-        "action_overhead_s": action_s,
-    }
-    device = replace(base, source=source, **measured)
-    return Hardware(device, (link,), source)
-
-
-def _measured_link(source: str) -> Link:
-    """Latency: the geometric mean of what all_reduces of all ranks and of pairs say; rate: that of long ones of all ranks."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    pairs = [dist.new_group([i, min(i + 1, ranks - 1)][: ranks - i]) for i in range(0, ranks, 2)]
-    little, much, unit = torch.zeros(SMALL), torch.zeros(LARGE), Link("gloo", math.inf, 1.0, "")
-    short_s, latencies = 0.0, []
-    for group in (pairs[rank // 2], dist.group.WORLD):
-        if dist.get_world_size(group) > 1:
-            short_s = _between_kernels_s(partial(_all_reduce, little, group.group_name))
-            latencies.append(short_s / collective_s(unit, "all_reduce", dist.get_world_size(group), 0))
-    long_s = _cpu_s(lambda: [_all_reduce(much, dist.group.WORLD.group_name) for _ in range(4)], 9) / 4
-    moved = 2 * (ranks - 1) / ranks * LARGE * 4
-    return Link("gloo", moved / max(long_s - short_s, 1e-6), statistics.geometric_mean(latencies), source)
-
-
-def _all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
-    """As a program does it."""
-    return c10d.wait_tensor(c10d.all_reduce_(x, "sum", group))
-
-
-def _between_kernels_s(call: Callable[[], Any]) -> float:
-    """CPU seconds of a call where kernels run before and behind, as in a step: ranks come to it one by one, with caches full of other things."""
-    a, b, x, y = torch.randn(256, 768), torch.randn(768, 512), torch.randn(1 << 19), torch.randn(1 << 19)
-
-    def kernels(and_then: Callable[[], Any] = lambda: None) -> None:
-        for _ in range(10):
-            torch.mm(a, b)
-            x.add_(y)
-            and_then()
-
-    with torch.no_grad():
-        return max(1e-6, _cpu_s(lambda: kernels(call), 15) - _cpu_s(kernels, 15)) / 10
+    source = local_source()
+    device, link = measured_device(source), measured_link(source)
+    return Hardware(replace(device, action_overhead_s=_action_overhead_s(plain, link.latency_s)), (link,), source)
 
 
 def _action_overhead_s(plain: Ready, latency_s: float) -> float:
@@ -228,7 +145,7 @@ def _action_overhead_s(plain: Ready, latency_s: float) -> float:
     batch, found = make_batch(), []
     for _ in range(12):
         log = pm._programs[0].engine.log_actions()
-        busy_s = _cpu_s(lambda: pm.step(batch), 1)
+        busy_s = cpu_s(lambda: pm.step(batch), 1)
         found.append((busy_s * dist.get_world_size() - sum(_of_all(sum(entry.cpu_s for entry in log)))) / sum(_of_all(len(log))))
     ranks = dist.get_world_size()
     return max(0.0, statistics.median(found) - latency_s * (ranks - 1) / ranks)
@@ -361,15 +278,30 @@ def measured_fields(plain: Ready) -> dict[str, Any]:
     return asdict(measured_hardware(plain))
 
 
-def _told(hardware: Hardware) -> dict[str, float]:
+def hardware_of(fields: dict[str, Any]) -> Hardware:
+    """The record that :func:`measured_fields` made."""
+    links = [
+        Link(**{**link, "measured": tuple(Measured(**{k: _tuple(v) for k, v in m.items()}) for m in link["measured"])})
+        for link in fields["links"]
+    ]
+    return Hardware(Device(**fields["device"]), tuple(links), fields["source"])
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _told(hardware: Hardware) -> dict[str, float | list[int]]:
     device, link = hardware.device, hardware.links[0]
     return {
         "matmul_gflops_per_s": device.peak_flops_per_s["float32"] * 0.9 / 1e9,
         "memory_gb_per_s": device.memory_bytes_per_s / 1e9,
         "action_us": device.action_overhead_s * 1e6,
         "kernel_us": device.kernel_overhead_s * 1e6,
+        "functions_g_per_s": device.functions_per_s / 1e9,
         "gloo_gb_per_s": link.bytes_per_s / 1e9,
         "gloo_latency_us": link.latency_s * 1e6,
+        **{f"{m.kind}_{m.group}_us": [round(s * 1e6) for s in m.seconds] for m in link.measured},
     }
 
 
@@ -418,14 +350,17 @@ def main() -> None:
     options = parser.parse_args()
     keep_memory()
     fields = in_ranks(options.ranks, measured_fields, plain_pipeline(options.ranks))
-    hardware = Hardware(Device(**fields["device"]), tuple(Link(**link) for link in fields["links"]), fields["source"])
+    hardware = hardware_of(fields)
     by_model = [run_model(name, hardware, options) for name in COMPARED]
     summaries = [summary(rows) for rows in by_model]
     if options.json:
         print("\n".join(map(json.dumps, [_told(hardware), *(r for rows in by_model for r in rows), *summaries])))
         return
     console = Console()
-    console.print("this machine, per rank: " + ", ".join(f"{k} {v:.3g}" for k, v in _told(hardware).items()))
+    console.print(
+        "this machine, per rank: "
+        + ", ".join(f"{k} {v if isinstance(v, list) else f'{v:.3g}'}" for k, v in _told(hardware).items())
+    )
     for rows, told in zip(by_model, summaries, strict=True):
         regret = "-" if told["regret"] is None else f"{told['regret']:.2f}"
         figures = ("stages", "mesh", "predicted", "measured", "ratio", "wall")

@@ -1,4 +1,4 @@
-"""Seconds of a collective over one mesh axis, by size, with the algorithm that the library would pick."""
+"""Seconds of a collective over one mesh axis, by size: as it was measured, or with the algorithm that the library would pick."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from meshwright.planner.cost.formulas import compiled
 from meshwright.planner.cost.links import Algorithm, algorithms_of
-from meshwright.planner.ir.hardware import Link
+from meshwright.planner.ir.hardware import Link, Measured
 
 Size = TypeVar("Size", float, np.ndarray)
 
@@ -47,19 +47,25 @@ def algorithm_s(algorithm: Algorithm, link: Link, kind: str, group: int, size_by
 
 @lru_cache(maxsize=1 << 16)
 def collective_s(link: Link, kind: str, group: int, size_bytes: int) -> float:
-    """Seconds of ``kind`` over ``link``: that of the fastest algorithm; 0 in a group of one.
+    """Seconds of ``kind`` over ``link``: measured, else that of the fastest algorithm; 0 in a group of one.
 
     Raises:
         KeyError: ``kind`` is no collective.
     """
     if group == 1:
         return 0.0
+    measured = _measured(link, kind)
+    if measured:
+        return float(_as_measured_s(measured, group, np.array([size_bytes], dtype=float))[0])
     return min(float(algorithm_s(a, link, kind, group, size_bytes)) for a in _usable(link, kind, group))
 
 
 def collectives_s(link: Link, kind: str, group: int, sizes_bytes: np.ndarray) -> np.ndarray:
     """Likewise for several buffers in a group of more than one, float64 [buffers]."""
     sizes = sizes_bytes.astype(float)
+    measured = _measured(link, kind)
+    if measured:
+        return _as_measured_s(measured, group, sizes)
     return np.min([algorithm_s(a, link, kind, group, sizes) for a in _usable(link, kind, group)], axis=0)
 
 
@@ -68,3 +74,30 @@ def _usable(link: Link, kind: str, group: int) -> list[Algorithm]:
     if not found:
         raise KeyError(kind)
     return found
+
+
+@lru_cache(maxsize=1 << 10)
+def _measured(link: Link, kind: str) -> tuple[Measured, ...]:
+    """What was measured of a kind of collective, by ascending groups."""
+    return tuple(sorted((m for m in link.measured if m.kind == kind), key=lambda m: m.group))
+
+
+def _as_measured_s(measured: tuple[Measured, ...], group: int, sizes: np.ndarray) -> np.ndarray:
+    """Between two groups that were measured, as the logarithm of the group; outside of them in proportion to the hops of a ring."""
+    above = next((i for i, m in enumerate(measured) if m.group >= group), len(measured))
+    if 0 < above < len(measured):
+        low, high = measured[above - 1], measured[above]
+        part = math.log2(group / low.group) / math.log2(high.group / low.group)
+        return (1 - part) * _by_size_s(low, sizes) + part * _by_size_s(high, sizes)
+    nearest = measured[min(above, len(measured) - 1)]
+    return _by_size_s(nearest, sizes) * (group - 1) / (nearest.group - 1)
+
+
+def _by_size_s(measured: Measured, sizes: np.ndarray) -> np.ndarray:
+    """Straight lines between the sizes that were measured, the last one going on; below the first as that."""
+    at, seconds = np.array(measured.sizes_bytes, dtype=float), np.array(measured.seconds)
+    found = np.interp(sizes, at, seconds)
+    if len(at) == 1:
+        return found * np.maximum(1.0, sizes / at[0])
+    slope = (seconds[-1] - seconds[-2]) / (at[-1] - at[-2])
+    return found + np.maximum(sizes - at[-1], 0.0) * slope

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from meshwright.planner.cost.devices import matmul_tiles
+from meshwright.planner.cost.eager import SCATTERED, beside, query_block
 from meshwright.planner.cost.formulas import compiled
 from meshwright.planner.ir.cluster import Cluster, ClusterRow
 from meshwright.planner.ir.cuts import Cuts, cuts_of_columns, padded, piece_shapes, stacked
-from meshwright.planner.ir.graph import Op, Value
+from meshwright.planner.ir.graph import Op
 from meshwright.planner.ir.hardware import Device
 from meshwright.planner.ir.spec import Placement
 from meshwright.planner.kinds import argument, is_free, packet
@@ -31,9 +32,6 @@ where matmul reaches 87 % (arXiv:2307.08691, section 4.1; devices.csv)."""
 MERGE_KERNELS = 7
 """Kernels besides the first call where causal attention of a stretch of the queries takes two calls: counted in its local form,
 forwards and backwards."""
-
-_SCATTERED = frozenset({"aten.embedding", "aten.index", "aten.index_select", "aten.gather", "aten._unsafe_index"})
-"""Ops that read of their first input only what they return."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +106,26 @@ def _convolution_backward(p: Pieces) -> np.ndarray:
 
 
 def _attention_s(p: Pieces, q: Local, k: Local, formula: str) -> np.ndarray:
+    if not p.device.fuses:
+        return _blocked_attention_s(p, q, k, 5 if formula == "attention_backward_flops" else 2)
     rate, ceiling = p.rate()
     flops = compiled(formula)(q[:, 0], q[:, 1], q[:, 2], k[:, 2], q[:, 3])
     return compiled("flops_s")(_seen(p, q[:, 2], k[:, 2]) * flops, rate, ceiling * ATTENTION_CEILING)
+
+
+def _blocked_attention_s(p: Pieces, q: Local, k: Local, matmuls: int) -> np.ndarray:
+    """Seconds of attention on one core: ``matmuls`` of each block of queries of each head, with their edges, and the exponentials.
+
+    A causal block sees all keys up to its last query: half a block more than its queries do on average.
+    """
+    queries, keys = q[:, 2], k[:, 2]
+    block = query_block(queries)
+    seen = _seen(p, queries, keys) * keys
+    if argument(p.op, "is_causal", False):
+        seen = np.minimum(seen + block / 2, keys)
+    heads = q[:, 0] * q[:, 1]
+    kernels_s = matmuls * matmul_s(p, heads * queries / block, block, q[:, 3], seen)
+    return kernels_s + (heads * queries * seen / p.device.functions_per_s if p.device.functions_per_s else 0.0)
 
 
 def _seen(p: Pieces, queries: np.ndarray, keys: np.ndarray) -> np.ndarray | float:
@@ -279,7 +294,7 @@ def _traffic(cluster: Cluster, num: int, local: Callable[[tuple], Local]) -> np.
     ins = [_bytes(v.dtype, local((-1, "ins", s))) for s, v in enumerate(cluster.ins)]
     outs = [_bytes(v.dtype, local((-1, "outs", s))) for s, v in enumerate(cluster.outs)]
     written = sum(outs, np.zeros(num, dtype=np.int64))
-    tables = {op.ins[0].name for op in cluster.ops if packet(op.target) in _SCATTERED}
+    tables = {op.ins[0].name for op in cluster.ops if packet(op.target) in SCATTERED}
     read = sum(
         (np.minimum(n, written) if v.name in tables else n for v, n in zip(cluster.ins, ins, strict=True)),
         np.zeros(num, dtype=np.int64),
@@ -353,20 +368,10 @@ def _seconds(
     arithmetic, border = _kernel_s(cluster, priced, local, sizes, device), _traffic(cluster, len(priced), local)
     if device.fuses:
         return np.maximum(arithmetic, border / device.memory_bytes_per_s) + device.kernel_overhead_s
-    heavy = any(kernel_of(op) is not None for op in cluster.ops)
-    traffic = border * _unfused_share(cluster)
-    kernels_s = np.maximum(arithmetic, border / device.memory_bytes_per_s) if heavy else 0.0
-    return kernels_s + traffic / device.memory_bytes_per_s + len(cluster.ops) * device.kernel_overhead_s
-
-
-def _unfused_share(cluster: Cluster) -> float:
-    """Bytes that the ops of a cluster without arithmetic read and write as kernels of their own, relative to what crosses its border;
-    counted whole, as its values are cut alike."""
-    tables = {op.ins[0].name for op in cluster.ops if packet(op.target) in _SCATTERED}
-
-    def moved(ins: Sequence[Value], outs: Sequence[Value | None]) -> int:
-        written = sum(v.size_bytes for v in outs if v is not None)
-        return written + sum(min(v.size_bytes, written) if v.name in tables else v.size_bytes for v in ins)
-
-    light = [op for op in cluster.ops if not is_free(op) and kernel_of(op) is None]
-    return sum(moved(op.ins, op.outs) for op in light) / max(moved(cluster.ins, cluster.outs), 1)
+    light = [op for op in cluster.ops if kernel_of(op) is None]
+    more = beside(cluster, light)
+    kernels_s = np.maximum(arithmetic, border / device.memory_bytes_per_s) if len(light) < len(cluster.ops) else 0.0
+    functions_s = more.functions / device.functions_per_s if device.functions_per_s else 0.0
+    return (
+        kernels_s + border * (more.bytes / device.memory_bytes_per_s + functions_s) + len(cluster.ops) * device.kernel_overhead_s
+    )

@@ -50,10 +50,12 @@ DEVICES: dict[str, Device] = {
         source="one core of a shared 2-core AMD EPYC 9004 machine (AVX-512), torch 2.13, one thread per rank: best of five "
         "1024 x 1024 matmuls (67 GFLOP/s float32, 191 bfloat16; float64 taken as half of float32), three-stream add of 64 MB "
         "(27 GB/s), 7 us per node of generated code; memory is an assumed share of the machine; gloo's threads run on the same core; 150 us of "
-        "torch's schedule and this runtime per action of a stage, without its messages",
+        "torch's schedule and this runtime per action of a stage, without its messages; functions: mean of exp, gelu, its gradient, sigmoid and "
+        "layer norm, besides their traffic",
         moves_data=True,
         fuses=False,
         action_overhead_s=1.5e-4,
+        functions_per_s=1.8e9,
     ),
 }
 """Device name to record."""

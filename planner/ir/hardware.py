@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from meshwright.planner.ir.errors import InputError
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -22,6 +24,8 @@ class Device:
         fuses: whether what one kernel could do is one: else every op is a kernel of its own, as in eager mode.
         action_overhead_s: what starting one action of a pipeline stage takes of the device's time besides its kernels; nothing where
             the host runs ahead of the device.
+        functions_per_s: values per second of what costs more to work out than to move, beyond its traffic: exponentials, error functions,
+            normalisations; 0: such ops cost their traffic alone, as where a kernel's arithmetic hides behind it.
     """
 
     name: str
@@ -34,6 +38,35 @@ class Device:
     moves_data: bool = False
     fuses: bool = True
     action_overhead_s: float = 0.0
+    functions_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Collectives of one kind in groups of one size, measured over a link.
+
+    Attributes:
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``all_to_all``.
+        group: ranks of a group.
+        sizes_bytes: the larger of a rank's input and output, ascending.
+        seconds: of one collective of each size; a larger one takes no less.
+
+    Raises:
+        InputError: nothing was measured, or sizes or seconds go down.
+    """
+
+    kind: str
+    group: int
+    sizes_bytes: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        pairs = list(zip(self.sizes_bytes, self.seconds, strict=True))
+        if self.group < 2 or not pairs or sorted(pairs) != pairs or sorted(self.seconds) != list(self.seconds):
+            raise InputError(
+                f"measured {self.kind} of groups of {self.group}: found {pairs}; needed are groups of 2 or more, ascending sizes, and "
+                "seconds that do not go down with the size: sort the measurements and take for each the most of those before it"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +78,15 @@ class Link:
         bytes_per_s: bandwidth of one direction, per device.
         latency_s: time of one message of no bytes (alpha).
         source: where the numbers are from.
+        measured: collectives that were measured over this link; kinds that were not cost what rate, latency and the library's
+            algorithms say.
     """
 
     name: str
     bytes_per_s: float
     latency_s: float
     source: str
+    measured: tuple[Measured, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

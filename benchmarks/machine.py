@@ -1,0 +1,186 @@
+"""What one rank gets of this machine while all of them run: the record that ``benchmarks/strategies.py`` plans with.
+
+Everything is in CPU seconds of a rank's process, all its threads, gloo's too, the mean over ranks that are all at it together. Kernels
+read what is no longer in the nearest cache, and collectives and messages run between kernels, as in a step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from meshwright.planner.cost import DEVICES
+from meshwright.planner.cost.devices import matmul_tiles
+from meshwright.planner.ir.hardware import Device, Link, Measured
+
+c10d, aten = torch.ops._c10d_functional, torch.ops.aten
+SIZES = (1 << 6, 1 << 17, 1 << 20, 1 << 23)
+"""Bytes of the collectives that are measured."""
+
+
+def cpu_s(run: Callable[[], Any], times: int) -> float:
+    """CPU seconds of a call, all threads: the median over ``times``, the mean over ranks, which all are at it together."""
+    found = []
+    for _ in range(times):
+        dist.barrier()
+        began = time.process_time()
+        run()
+        found.append(time.process_time() - began)
+    return mean_of_all(statistics.median(found))
+
+
+def mean_of_all(value: float) -> float:
+    """The mean over ranks, equal on all."""
+    together = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(together)
+    return float(together) / dist.get_world_size()
+
+
+# --- kernels ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def measured_device(source: str) -> Device:
+    """A rank's core: matmuls, memory, functions, the fixed cost of an op; equal on all ranks."""
+    base, (_, edge) = DEVICES["CPU"], matmul_tiles(DEVICES["CPU"])
+    rows, n = 128, 512
+    pairs = [(torch.randn(rows, n), torch.randn(n, n)) for _ in range(8)]
+    matmul_s = cpu_s(lambda: [a @ b for a, b in pairs * 8], 9) / 64
+    flops = 2 * (rows + edge) * (n + edge) ** 2 / matmul_s
+    x, y, z = (torch.randn(1 << 22) for _ in range(3))
+    rate = 3 * x.numel() * 4 / (cpu_s(lambda: [torch.add(x, y, out=z) for _ in range(4)], 9) / 4)
+    small_op_s = cpu_s(_small_ops, 9) / (200 * 7)
+    scale = flops / (base.peak_flops_per_s["float32"] * base.matmul_efficiency["float32"])
+    return replace(
+        base,
+        source=source,
+        memory_bytes_per_s=rate,
+        peak_flops_per_s={name: peak * scale for name, peak in base.peak_flops_per_s.items()},
+        kernel_overhead_s=small_op_s,
+        functions_per_s=_functions_per_s(rate),
+    )
+
+
+def _small_ops() -> None:
+    """Kernels and views of so few elements that all they cost is to be called."""
+    x, w, one = torch.randn(8, 8), torch.randn(8, 8), torch.ones(8)
+    for _ in range(200):
+        y = torch.mm(torch.reshape(x, [8, 8]), torch.permute(w, [1, 0]))
+        y = torch.add(torch.mul(y, x), x)
+        y = torch.native_layer_norm(y, [8], one, one, 1e-5)[0]
+        torch.sum(y, [0], False)
+
+
+def _functions_per_s(bytes_per_s: float) -> float:
+    """Values per second of usual functions, besides reading and writing: the mean time of several, over tensors that share no cache."""
+    shape = (256, 512)
+    given = [torch.randn(shape) for _ in range(16)]
+    pairs = list(itertools.pairwise(given))
+    calls = [
+        (2, lambda: [torch.exp(x) for x in given]),
+        (2, lambda: [aten.gelu.default(x) for x in given]),
+        (2, lambda: [torch.sigmoid(x) for x in given]),
+        (2, lambda: [torch.native_layer_norm(x, [512], None, None, 1e-5) for x in given]),
+        (3, lambda: [aten.gelu_backward.default(x, y) for x, y in (*pairs, pairs[0])]),
+    ]
+    numel = given[0].numel()
+    each_s = [cpu_s(run, 9) / len(given) / numel - tensors * 4 / bytes_per_s for tensors, run in calls]
+    return 1 / max(statistics.mean(each_s), 1e-11)
+
+
+# --- links --------------------------------------------------------------------------------------------------------
+
+
+def between_kernels_s(call: Callable[[], Any]) -> float:
+    """CPU seconds of a call where kernels run before and behind, as in a step: ranks come to it one by one, with caches full of other things."""
+    a, b, x, y = torch.randn(256, 768), torch.randn(768, 512), torch.randn(1 << 19), torch.randn(1 << 19)
+
+    def kernels(and_then: Callable[[], Any]) -> float:
+        dist.barrier()
+        began = time.process_time()
+        for _ in range(10):
+            torch.mm(a, b)
+            x.add_(y)
+            and_then()
+        return time.process_time() - began
+
+    with torch.no_grad():
+        found = [kernels(call) - kernels(lambda: None) for _ in range(11)]
+    return mean_of_all(max(1e-6, statistics.median(found) / 10))
+
+
+def measured_link(source: str) -> Link:
+    """Messages between neighbouring ranks, and collectives of every kind among pairs and among all."""
+    latency_s, large_s = (between_kernels_s(partial(_message, torch.zeros(size // 4))) for size in (SIZES[0], SIZES[2]))
+    ranks = dist.get_world_size()
+    measured = [_collectives(kind, [list(range(ranks))]) for kind in COLLECTIVES]
+    if ranks > 2 and ranks % 2 == 0:
+        near = [[i, i + 1] for i in range(0, ranks, 2)]
+        far = [[i, i + ranks // 2] for i in range(ranks // 2)]
+        measured += [_mean(_collectives(kind, near), _collectives(kind, far)) for kind in COLLECTIVES]
+    return Link("gloo", SIZES[2] / max(large_s - latency_s, 1e-6), latency_s, source, tuple(measured))
+
+
+def _message(buffer: torch.Tensor) -> None:
+    """To the next rank and from the one before: a message at both its ends."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    received = torch.empty_like(buffer)
+    ops = [dist.P2POp(dist.isend, buffer, (rank + 1) % ranks), dist.P2POp(dist.irecv, received, (rank - 1) % ranks)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+
+
+def _all_reduce(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    return c10d.all_reduce_(x, "sum", group)
+
+
+def _all_gather(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    return c10d.all_gather_into_tensor(x[: len(x) // ranks], ranks, group)
+
+
+def _reduce_scatter(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    return c10d.reduce_scatter_tensor(x, "sum", ranks, group)
+
+
+def _all_to_all(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    pieces = [len(x) // ranks] * ranks
+    return c10d.all_to_all_single(x, pieces, pieces, group)
+
+
+COLLECTIVES: dict[str, Callable[[torch.Tensor, int, str], torch.Tensor]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}
+"""As a program calls them."""
+
+
+def _collectives(kind: str, groups: list[list[int]]) -> Measured:
+    """One kind, all groups at once."""
+    made = [dist.new_group(g) for g in groups]
+    mine = next(m for m, g in zip(made, groups, strict=True) if dist.get_rank() in g)
+    size, found = len(groups[0]), []
+    for size_bytes in SIZES:
+        x = torch.zeros(size_bytes // 4)
+        seconds = between_kernels_s(lambda x=x: c10d.wait_tensor(COLLECTIVES[kind](x, size, mine.group_name)))
+        found.append(max(seconds, *found) if found else seconds)
+    return Measured(kind, size, SIZES, tuple(found))
+
+
+def _mean(first: Measured, second: Measured) -> Measured:
+    return replace(first, seconds=tuple(map(statistics.mean, zip(first.seconds, second.seconds, strict=True))))
+
+
+def local_source() -> str:
+    """Where the numbers are from."""
+    return f"CPU seconds on {dist.get_world_size()} local ranks of {os.cpu_count()} cores together, load {os.getloadavg()[0]:.1f}"
