@@ -23,7 +23,7 @@ from torch import fx
 from meshwright.passes.overlap import is_wait
 from meshwright.passes.program import LocalProgram
 from meshwright.passes.schedule import Clock
-from meshwright.passes.split import is_collective
+from meshwright.passes.views import is_collective
 from meshwright.planner.ir.plan import Plan
 
 

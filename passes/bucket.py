@@ -29,7 +29,7 @@ from torch import fx
 from meshwright.passes.emit import Emitter
 from meshwright.passes.overlap import is_wait
 from meshwright.passes.redistribute import Step
-from meshwright.passes.split import is_collective
+from meshwright.passes.views import is_collective
 from meshwright.planner.ir.buffers import GATHER_BYTES, REDUCE_BYTES
 from meshwright.planner.ir.heavy import HEAVY
 

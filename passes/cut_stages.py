@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from meshwright.passes.split import is_collective
+from meshwright.passes.views import is_collective
 from meshwright.planner.ir.graph import OpGraph
 from meshwright.planner.ir.pipeline import AGAIN_ON_EACH_STAGE, stage_of_op
 

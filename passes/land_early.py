@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from meshwright.passes.overlap import is_wait
-from meshwright.passes.split import is_collective
+from meshwright.passes.views import is_collective
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import fx
 
 from meshwright.passes.cut_stages import Stages
 from meshwright.passes.overlap import is_wait
-from meshwright.passes.split import is_collective
+from meshwright.passes.views import is_collective
 from meshwright.planner.ir.errors import VerifyError
 
 Pieces = Sequence[torch.Tensor]

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from meshwright.passes.split import is_collective
+from meshwright.passes.views import is_collective
 from meshwright.planner.ir.heavy import HEAVY
 
 

@@ -26,7 +26,7 @@ from torch import fx
 
 from meshwright.passes.overlap import Moves, is_wait
 from meshwright.passes.redistribute import Step
-from meshwright.passes.split import is_collective
+from meshwright.passes.views import is_collective
 from meshwright.planner.ir.heavy import HEAVY
 from meshwright.planner.ir.plan import Plan
 

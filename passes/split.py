@@ -27,6 +27,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from meshwright.passes.own_gradients import copied, own_gradients
+from meshwright.passes.views import is_collective, views_to_root
 from meshwright.planner.ir.errors import VerifyError
 from meshwright.planner.ir.graph import OpGraph
 
@@ -50,11 +52,6 @@ class Halves:
     kept: tuple[str, ...] = ()
 
 
-def is_collective(node: fx.Node) -> bool:
-    """Whether a node communicates or waits for it."""
-    return node.op == "call_function" and str(node.target).startswith("_c10d_functional.")
-
-
 def split(gm: fx.GraphModule, graph: OpGraph, *, training: bool) -> Halves:
     """Cut a joint local graph; ``gm`` is left as it was but for copies of saved views.
 
@@ -68,7 +65,7 @@ def split(gm: fx.GraphModule, graph: OpGraph, *, training: bool) -> Halves:
     for r in early:
         if r.meta["phase"] != "forward":
             raise VerifyError(f"node {r.name} is a result of the forward, but the backward makes it")
-    late = _small(gm.graph, late)
+    late = own_gradients(gm.graph, _small(gm.graph, late))
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     forward_inputs = [n for n in placeholders if n.meta["phase"] == "forward"]
     tangents = [n for n in placeholders if n.meta["phase"] == "backward"]
@@ -100,7 +97,7 @@ def split(gm: fx.GraphModule, graph: OpGraph, *, training: bool) -> Halves:
 
 def _kept_roots(graph: fx.Graph) -> list[fx.Node]:
     """What makes the storages of the copies that are kept, in order."""
-    return list(dict.fromkeys(_views_to_root(n)[-1] for n in graph.nodes if "kept" in n.meta))
+    return list(dict.fromkeys(views_to_root(n)[-1] for n in graph.nodes if "kept" in n.meta))
 
 
 def _without(computed: list[fx.Node], kept: list[fx.Node], results: list[fx.Node]) -> list[fx.Node]:
@@ -155,7 +152,7 @@ def _crossing(
     remade: dict[fx.Node, None] = {}
     roots: dict[fx.Node, None] = {}
     for node in read:
-        chain = _views_to_root(node)
+        chain = views_to_root(node)
         root = chain.pop()
         if root.op == "placeholder" and root.meta.get("fqn") in mutated and root.meta["role"] == "buffer":
             root = _copied(graph, root, [*remade, *chain, *body])
@@ -166,14 +163,6 @@ def _crossing(
     return [*remade, *body], list(roots)
 
 
-def _views_to_root(node: fx.Node) -> list[fx.Node]:
-    """``node`` and what it is a view of, up to the node that made the storage."""
-    chain = [node]
-    while chain[-1].meta.get("alias") is not None and not is_collective(chain[-1]):
-        chain.append(chain[-1].all_input_nodes[chain[-1].meta["alias"]])
-    return chain
-
-
 def _small(graph: fx.Graph, gradients: list[tuple[fx.Node, str]]) -> list[tuple[fx.Node, str]]:
     """The gradients, copied where together they are at most half of the reduced buffer that they would keep alive.
 
@@ -181,7 +170,7 @@ def _small(graph: fx.Graph, gradients: list[tuple[fx.Node, str]]) -> list[tuple[
     """
     root, size = dict[fx.Node, fx.Node](), dict[fx.Node, int]()
     for g, _ in gradients:
-        chain = _views_to_root(g)
+        chain = views_to_root(g)
         reduced = next((n for n in chain if "step" in n.meta), None)
         if reduced is not None:
             root[g], size[g] = chain[-1], reduced.meta["step"].result_bytes
@@ -191,10 +180,7 @@ def _small(graph: fx.Graph, gradients: list[tuple[fx.Node, str]]) -> list[tuple[
     copies: dict[fx.Node, fx.Node] = {}
     for g, whole in root.items():
         if g is not whole and is_collective(whole) and 2 * used[whole] <= _bytes(whole):
-            with graph.inserting_after(g):
-                copies[g] = graph.call_function(aten.clone.default, (g,), {"memory_format": torch.contiguous_format})
-            with g.meta["val"].fake_mode:
-                copies[g].meta.update(g.meta, val=torch.empty(g.meta["val"].shape, dtype=g.meta["val"].dtype), alias=None)
+            copies[g] = copied(graph, g)
     return [(copies.get(g, g), name) for g, name in gradients]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from meshwright.passes.cut_stages import Stages
-from meshwright.passes.split import is_collective
+from meshwright.passes.views import is_collective
 
 aten = torch.ops.aten
 

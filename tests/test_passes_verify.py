@@ -13,8 +13,8 @@ from meshwright.passes.base import check_graph
 from meshwright.passes.overlap import OverlapCollectives, is_wait
 from meshwright.passes.redistribute import Step
 from meshwright.passes.rewrite import RewriteForRank
-from meshwright.passes.split import is_collective
 from meshwright.passes.verify import VerifyProgram
+from meshwright.passes.views import is_collective
 from meshwright.planner.ir.errors import VerifyError
 from meshwright.planner.ir.heavy import HEAVY
 from meshwright.planner.ir.mesh import MeshShape

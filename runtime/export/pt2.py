@@ -17,7 +17,7 @@ from torch import fx
 
 from meshwright.passes.lower_stages import PipelineProgram
 from meshwright.passes.program import LocalProgram
-from meshwright.passes.split import is_collective
+from meshwright.passes.views import is_collective
 from meshwright.planner.ir.errors import InputError
 from meshwright.runtime.compile import package
 
