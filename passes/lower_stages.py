@@ -41,7 +41,8 @@ class StageProgram:
         index: number of the stage.
         local: its forward and backward for one micro-batch. Its outputs are ``outputs``, then ``sends``; its gradients end with
             ``upstream``.
-        outputs: names of results that are summed over micro-batches (``"sum:..."``) or are final after one.
+        outputs: names of results that are summed over micro-batches (``"sum:..."``) or are final after one (``"once:..."``, or there is
+            only one); likewise ``local.gradients``.
         receives: forward values from the stage before; they are inputs of ``local`` by name. ``sends``: to the next one.
         downstream: gradients from the next stage, tangents of ``local`` by name; ``upstream``: to the one before.
         parameters: FQNs of the parameters that it reads or makes gradients of.

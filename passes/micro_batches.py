@@ -92,6 +92,7 @@ class TimeNodes:
         known: nodes that are computed from the former once per step.
         complete: nodes that depend on the latter.
         varying: nodes that differ between micro-batches.
+        several: whether there is more than one micro-batch.
     """
 
     before: Mapping[fx.Node, OverTime]
@@ -99,6 +100,11 @@ class TimeNodes:
     known: frozenset[fx.Node]
     complete: frozenset[fx.Node]
     varying: frozenset[fx.Node]
+    several: bool = False
+
+    def is_once(self, node: fx.Node) -> bool:
+        """Whether every micro-batch makes the same, and all of it: a term of the loss that does not read the batch, its gradients."""
+        return self.several and node not in self.varying and node not in self.complete
 
 
 def time_nodes(gm: fx.GraphModule, stages: Stages, micro_batches: int) -> TimeNodes:
@@ -117,6 +123,10 @@ def time_nodes(gm: fx.GraphModule, stages: Stages, micro_batches: int) -> TimeNo
             continue
         found = _over_time(node)
         if found is not None:
+            if found.operand not in stages.free and found.reduce != "sum":
+                raise VerifyError(
+                    f"{found.operand.name}: micro-batches are only added up when all have run, not {found.reduce}: the planner must refuse this"
+                )
             (before if found.operand in stages.free else after)[node] = found
             (known if node in before else complete).add(node)
             continue
@@ -131,7 +141,7 @@ def time_nodes(gm: fx.GraphModule, stages: Stages, micro_batches: int) -> TimeNo
             complete.add(node)
         elif node in stages.free and any(a in known for a in operands):
             known.add(node)
-    return TimeNodes(before, after, frozenset(known), frozenset(complete), frozenset(varying))
+    return TimeNodes(before, after, frozenset(known), frozenset(complete), frozenset(varying), micro_batches > 1)
 
 
 def _over_time(node: fx.Node) -> OverTime | None:

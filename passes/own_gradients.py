@@ -18,9 +18,14 @@ import operator
 import torch
 from torch import fx
 
-from meshwright.passes.views import views_to_root
+from meshwright.passes.views import is_collective, views_to_root
 
 aten = torch.ops.aten
+
+_DENSE = frozenset(
+    (aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.squeeze.dims, aten.detach.default, aten.alias.default)
+)
+"""Views that keep the elements one behind the other."""
 
 
 def own_gradients(graph: fx.Graph, gradients: list[tuple[fx.Node, str]]) -> list[tuple[fx.Node, str]]:
@@ -29,7 +34,7 @@ def own_gradients(graph: fx.Graph, gradients: list[tuple[fx.Node, str]]) -> list
     found = []
     for g, name in gradients:
         chain = views_to_root(g)
-        if _is_foreign(chain[-1]) or _overlaps(chain, passed) or not g.meta["val"].is_contiguous():
+        if _is_foreign(chain[-1]) or _overlaps(chain, passed) or not _is_dense(chain):
             found.append((copied(graph, g), name))
         else:
             passed.update(chain)
@@ -40,6 +45,19 @@ def own_gradients(graph: fx.Graph, gradients: list[tuple[fx.Node, str]]) -> list
 def _is_foreign(root: fx.Node) -> bool:
     """Whether the backward does not make this memory itself."""
     return root.op == "placeholder" or root.meta["phase"] == "forward"
+
+
+def _is_dense(chain: list[fx.Node]) -> bool:
+    """Whether the elements lie one behind the other: told by the ops alone, so that all ranks copy alike, whatever their pieces."""
+    *views, root = chain
+    return all(_keeps_order(view, is_collective(root)) for view in views)
+
+
+def _keeps_order(view: fx.Node, of_bucket: bool) -> bool:
+    if view.target is operator.getitem or view.target is aten.split_with_sizes.default:
+        return of_bucket
+    leads = view.target is aten.slice.Tensor and (len(view.args) < 2 or view.args[1] == 0)
+    return leads or view.target in _DENSE
 
 
 def _overlaps(chain: list[fx.Node], passed: set[fx.Node]) -> bool:

@@ -23,6 +23,9 @@ from meshwright.passes.cut_stages import COPIED, Stages
 from meshwright.passes.micro_batches import TimeNodes
 from meshwright.planner.ir.errors import VerifyError
 
+SUM, ONCE = "sum:", "once:"
+"""What the names of results begin with that are added up over micro-batches, and of those that any one of them makes whole."""
+
 
 @dataclass(frozen=True)
 class Root:
@@ -86,12 +89,13 @@ class StageGraph:
         index: number of the stage.
         gm: the graph; it returns mutations, outputs, ``sends``, gradients, ``upstream``. An output or gradient that must be summed
             over micro-batches is returned as the addend.
-        results: role and name of the mutations, outputs and gradients; addends are named ``"sum:..."``.
+        results: role and name of the mutations, outputs and gradients; addends are named ``"sum:..."``, what every micro-batch makes
+            whole ``"once:..."``.
         receives: forward values from the stage before; ``sends``: to the next one.
         downstream: gradients from the next stage; ``upstream``: to the one before.
         known: values of the pre-pass that ``gm`` reads; ``finish_known``: that ``finishes`` read.
         finishes: computes outputs and gradients from the sums, once per step.
-        parameters: FQNs of the parameters that the stage reads; ``gradients``: of those that it makes a gradient (term) of.
+        parameters: FQNs of the parameters that the stage and its ``finishes`` read; ``gradients``: of those that it makes a gradient (term) of.
     """
 
     index: int
@@ -225,9 +229,13 @@ class Cutter:
                 self._sorted(n for role in ("output", "gradient") for n in self.finish[stage, role] if n in self.times.known)
             ),
             finishes=tuple(f for role in ("output", "gradient") if (f := self._finish(stage, role)) is not None),
-            parameters=tuple(n.meta["fqn"] for n in self._sorted(self.local[stage]) if n.meta.get("role") == "parameter"),
+            parameters=tuple(n.meta["fqn"] for n in self._sorted(self._read(stage)) if n.meta.get("role") == "parameter"),
             gradients=tuple(r.name for r in self.roots if r.stage == stage and r.role == "gradient"),
         )
+
+    def _read(self, stage: int) -> set[fx.Node]:
+        """What the stage's graph and its finishes read."""
+        return self.local[stage].union(*(self.finish[stage, role] for role in ("output", "gradient")))
 
     def _sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         return sorted(nodes, key=self.order.__getitem__)
@@ -238,12 +246,15 @@ class Cutter:
     def _results(self, stage: int) -> list[tuple[str, str, fx.Node]]:
         """(role, name, node) of what a micro-batch makes: mutations, outputs, gradients; sums by the names of their nodes."""
         mine = [r for r in self.roots if r.stage == stage]
-        found: list[tuple[str, str, fx.Node]] = [(r.role, r.name, r.node) for r in mine if r.node not in self.times.complete]
+        found = [(r.role, self._named(r), r.node) for r in mine if r.node not in self.times.complete]
         for role in ("output", "gradient"):
             operands = dict.fromkeys(self.times.after[n].operand for n in self.finish[stage, role] if n in self.times.after)
-            found += [(role, f"sum:{operand.name}", operand) for operand in operands]
+            found += [(role, SUM + operand.name, operand) for operand in operands]
         rank = {"mutation": 0, "output": 1, "gradient": 2}
         return sorted(found, key=lambda r: rank[r[0]])
+
+    def _named(self, root: Root) -> str:
+        return ONCE + root.name if root.role != "mutation" and self.times.is_once(root.node) else root.name
 
     def _place(self, stage: int, graph: fx.Graph, new: dict[fx.Node, fx.Node]) -> None:
         """Placeholders: inputs of the program, of the pre-pass, from the stage before; tangents, from the stage behind."""
@@ -272,7 +283,7 @@ class Cutter:
         body: list[fx.Node] = []
         for node in self._sorted(self.finish[stage, role]):
             if node in self.times.after:
-                inputs.append(("sum", f"sum:{self.times.after[node].operand.name}"))
+                inputs.append(("sum", SUM + self.times.after[node].operand.name))
             elif node in self.times.known:
                 inputs.append(("known", node.name))
             elif node.op == "placeholder":

@@ -185,24 +185,37 @@ class _Walk:
                 kind = step_kind(self.made[v.name], p)
                 if kind in (None, "slice"):
                     continue
-                if kind not in ("all_reduce", "all_gather") or v.name not in known:
+                if v.name not in known:
                     late = v
-                if kind not in ("all_reduce", "all_gather"):
-                    raise self.refusal(op, v)
+                if kind not in ("all_reduce", "all_gather") or (v.name not in known and not self.adds_up(v)):
+                    raise self.refusal(f"op {op.name} ({op.target})", v)
             if all(v.name in known for v in op.ins):
                 known.update(v.name for v in op.outs if v is not None)
             if late is None:
                 continue
             if any(p is not None and p != R for p in row.outs):
-                raise self.refusal(op, late)
+                raise self.refusal(f"op {op.name} ({op.target})", late)
             complete.update((v.name, late) for v in op.outs if v is not None)
+        for result in self.graph.outputs:
+            value = result.value
+            if value is None or value.name in known or (result.role == "output" and value.shape):
+                continue
+            if self.made[value.name] != R and not self.adds_up(value):
+                raise self.refusal(f"{result.role} {result.name!r}", value)
 
-    def refusal(self, op: Op, value: Value) -> InputError:
-        producer = self.graph.producer[value.name]
-        maker = producer if isinstance(producer, Op) else op
-        where = f", from {maker.source}" if maker.source else ""
-        module = f" in {maker.module_path}" if maker.module_path else ""
+    def adds_up(self, value: Value) -> bool:
+        """Whether a value is a sum over micro-batches, which may be complete when all have run; pieces and maxima may not."""
+        made = self.made[value.name]
+        return made.is_partial and made.op == "sum"
+
+    def refusal(self, who: str, value: Value) -> InputError:
+        maker = self.graph.producer[value.name]
+        made_by = f"input {maker.name!r} has"
+        if isinstance(maker, Op):
+            where = f", from {maker.source}" if maker.source else ""
+            module = f" in {maker.module_path}" if maker.module_path else ""
+            made_by = f"{maker.name} ({maker.target}{module}{where}) makes"
         return InputError(
-            f"the model cannot run in {self.count} micro-batches: op {op.name} ({op.target}) needs {value} of the whole batch, which "
-            f"{maker.name} ({maker.target}{module}{where}) makes only piece by piece; {EXAMPLES}. Use micro_batches=1, or a model without it"
+            f"the model cannot run in {self.count} micro-batches: {who} needs {value} of the whole batch, which "
+            f"{made_by} only piece by piece; {EXAMPLES}. Use micro_batches=1, or a model without it"
         )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from meshwright.passes.lower_stages import StageProgram
-from meshwright.passes.stage_graphs import Finish
+from meshwright.passes.stage_graphs import ONCE, SUM, Finish
 from meshwright.passes.weights_apart import split_backward
 from meshwright.runtime.boxed import Boxed, boxed, in_a_list
 from meshwright.runtime.compile import compile_module, compile_program, compiled_later
@@ -166,7 +166,8 @@ class StageRun:
         self.mutations.update(zip(local.mutations, made, strict=False))
         at = len(local.mutations)
         for name in bound.program.outputs:
-            self._add(name, made[at])
+            if not self._is_there(name):
+                self._add(name, made[at])
             at += 1
         sends = made[at : at + len(bound.program.sends)]
         if keep and local.backward is not None:
@@ -212,19 +213,24 @@ class StageRun:
             self._add_gradients(bound.program, tuple(bound.later(list(self._later.pop(i)))))
 
     def _add_gradients(self, program: StageProgram, made: Sequence[torch.Tensor]) -> None:
-        names = program.local.gradients[: len(made)]
+        named = [(n, t) for n, t in zip(program.local.gradients, made, strict=False) if not self._is_there(n)]
+        names = [name for name, _ in named]
         if names and self._own.issuperset(names) and not any(name in self._dtypes for name in names):
-            torch._foreach_add_([self.sums[name] for name in names], list(made))
+            torch._foreach_add_([self.sums[name] for name in names], [grad for _, grad in named])
             return
-        for name, grad in zip(names, made, strict=True):
+        for name, grad in named:
             self._add(name, grad)
+
+    def _is_there(self, name: str) -> bool:
+        """Whether an earlier micro-batch has made this result, which is the same in all of them."""
+        return name.startswith(ONCE) and name in self.sums
 
     def _add(self, name: str, value: torch.Tensor) -> None:
         """The first value is kept as it is: it may share memory with what is still being sent. The sum is this object's own.
 
         Addends of less than 32 bits are summed in float32: in bfloat16 each of many micro-batches would lose bits.
         """
-        if name.startswith("sum:") and value.dtype in _SHORT:
+        if name.startswith(SUM) and value.dtype in _SHORT:
             self._dtypes[name], value = value.dtype, value.float()
         if name not in self.sums:
             self.sums[name] = value
@@ -238,7 +244,7 @@ class StageRun:
         self, known: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor], *, training: bool
     ) -> dict[str, torch.Tensor]:
         """The step's results by name: sums, or what follows from them; without gradients unless ``training``."""
-        found = {name: t for name, t in self.sums.items() if not name.startswith("sum:")}
+        found = {name.removeprefix(ONCE): t for name, t in self.sums.items() if not name.startswith(SUM)}
         for bound in self._bound[0].finishes:
             if bound.finish.role == "gradient" and not training:
                 continue

@@ -177,7 +177,7 @@ class StagedProgram:
         self._journal.doing("finishing the step")
         made: dict[str, list[torch.Tensor]] = {}
         for run in self.runs.values():
-            for name, value in run.finish(known, given[0], training=training).items():
+            for name, value in run.finish(known, {**given[0], **tangents}, training=training).items():
                 made.setdefault(name, []).append(value)
         return made.pop(self.program.loss, [None])[0], made
 

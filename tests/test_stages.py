@@ -65,7 +65,7 @@ def test_many_random_cuts_give_the_gradients_of_one_process(name, seed):
     assert not differences(name, staged_plan(captured(name), cuts, micro_batches, schedule))
 
 
-@pytest.mark.parametrize("name", ["nested", "unused", "frozen", "tied", "input_statistics", "bert", "transformer"])
+@pytest.mark.parametrize("name", ["nested", "unused", "regularised", "frozen", "tied", "input_statistics", "bert", "transformer"])
 def test_awkward_models_in_micro_batches(name):
     ops = forward_ops(captured(name))
     assert not differences(name, staged_plan(captured(name), (ops[len(ops) // 2],), 4))

@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from meshwright.passes.lower_stages import PipelineProgram, StageProgram
 from meshwright.passes.program import LocalProgram
+from meshwright.passes.stage_graphs import ONCE
 from meshwright.planner.ir.errors import FormatError
 from meshwright.planner.ir.pipeline import Pipeline
 from meshwright.planner.ir.spec import Placements, local_shape
@@ -205,8 +206,9 @@ class _Checker:
         if len(names) != len(made):
             raise FormatError(f"{where} makes {len(made)} gradients and names {len(names)}: export again")
         for name, grad in zip(names, made, strict=True):
-            if grad is not None and name in self.parameters and tuple(grad.shape) != self.parameters[name]:
-                fail(f"{where} gradient {name}", list(grad.shape), f"the parameter's shape {list(self.parameters[name])}")
+            shape = self.parameters.get(name.removeprefix(ONCE))
+            if grad is not None and shape is not None and tuple(grad.shape) != shape:
+                fail(f"{where} gradient {name}", list(grad.shape), f"the parameter's shape {list(shape)}")
 
     def _check_names(self, names: Sequence[str], known: Shapes, gm: fx.GraphModule, where: str) -> None:
         self._check_declared(names, known, [n for n in gm.graph.nodes if n.op == "placeholder"], where)

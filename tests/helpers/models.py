@@ -253,6 +253,24 @@ class InputStatistics(nn.Module):
         return F.mse_loss(self.down(F.gelu(self.up(x))), target)
 
 
+class Regularised(nn.Module):
+    """Its loss has terms that read parameters alone, of every layer at once, one of which nothing else reads; and shared gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+        self.shift, self.alone = nn.Parameter(torch.randn(HIDDEN)), nn.Parameter(torch.randn(HIDDEN, 8))
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x) + self.shift)
+        squares = torch.stack([layer.weight.square().sum() for layer in self.layers]).sum()
+        return (
+            F.mse_loss(x[:, :8], target) + 0.01 * squares + squares.sqrt() + self.alone.sum() + 0.1 * self.alone.square().mean()
+        )
+
+
 class UnusedParameter(Mlp):
     """A parameter, a whole layer and a buffer that forward never reads."""
 
@@ -478,6 +496,7 @@ EXTRA: dict[str, Case] = _table(
     Case("contrastive", Contrastive, _vectors),
     Case("input_statistics", InputStatistics, _vectors),
     Case("unused", UnusedParameter, _vectors),
+    Case("regularised", Regularised, _vectors),
     Case("odd", lambda: Transformer(vocab=53, hidden=30, heads=5, seq=7), _tokens(53, 6, 7)),
     Case("gpt2_odd", lambda: gpt2(vocab=53, hidden=36, heads=6), _tokens(53)),
     Case("tied", TiedWeights, _tokens()),

@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from meshwright.passes.lower_stages import PipelineProgram, StageProgram, lower_stages
+from meshwright.passes.stage_graphs import ONCE, SUM
 from meshwright.passes.weights_apart import split_backward
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.mesh import MeshShape
@@ -117,13 +118,14 @@ class _Run:
 
     def add(self, stage: int, name: str, value: torch.Tensor) -> None:
         sums = self.sums[stage]
-        sums[name] = sums[name] + value if name in sums else value.clone()
+        if name not in sums or not name.startswith(ONCE):
+            sums[name] = sums[name] + value if name in sums else value.clone()
 
     def finish(self) -> tuple[torch.Tensor, Tensors]:
         found: Tensors = {}
         for k in range(self.stages):
             stage, sums = self.program.stage(k, 0), self.sums[k]
-            made = {n: t for n, t in sums.items() if not n.startswith("sum:")}
+            made = {n.removeprefix(ONCE): t for n, t in sums.items() if not n.startswith(SUM)}
             for finish in stage.finishes:
                 given = {"sum": sums, "known": self.known, "input": self.shared}
                 with torch.no_grad():

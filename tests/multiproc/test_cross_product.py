@@ -122,3 +122,19 @@ def test_micro_batches_on_four_ranks_equal_one_process(name):
 def test_a_sample_of_all_that_equals_one_process():
     assert_equal_to_one_process(2, "gpt2_padded", (FIVE[1], FIVE[4]))
     assert_equal_to_one_process(2, "cnn", (("data_parallel", {}), ("model_parallel", {})))
+
+
+def test_terms_of_a_loss_that_read_no_batch_count_once():
+    cells = (
+        ("zero1", {"micro_batches": 4}),
+        ("tp", {"micro_batches": 2}),
+        ("pipeline", {"schedule": "1f1b", "micro_batches": 4}),
+        ("pipeline", {"schedule": "zbv", "micro_batches": 4}),
+    )
+    assert_equal_to_one_process(2, "regularised", cells)
+
+
+@pytest.mark.slow
+def test_terms_of_a_loss_that_read_no_batch_count_once_on_four_ranks():
+    assert_equal_to_one_process(2, "regularised", (*WHOLE, *PIECES))
+    assert_equal_to_one_process(4, "regularised", (*FOUR_WHOLE, *FOUR_PIECES))
