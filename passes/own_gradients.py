@@ -56,8 +56,7 @@ def _is_dense(chain: list[fx.Node]) -> bool:
 def _keeps_order(view: fx.Node, of_bucket: bool) -> bool:
     if view.target is operator.getitem or view.target is aten.split_with_sizes.default:
         return of_bucket
-    leads = view.target is aten.slice.Tensor and (len(view.args) < 2 or view.args[1] == 0)
-    return leads or view.target in _DENSE
+    return view.target in _DENSE or (view.target is aten.slice.Tensor and view.args[1:2] in ((), (0,)))
 
 
 def _overlaps(chain: list[fx.Node], passed: set[fx.Node]) -> bool:
