@@ -89,7 +89,8 @@ def plan(
         stages_per_rank: pipeline stages per rank. Default: as few as the schedule allows, 2 where it is made for several.
         accumulate: how many passes (``loss.backward()``, or ``pm.step``) you add up before each step of the optimizer. With more than
             one, gradients live through forwards and backwards, which memory counts, each in its parameter's placement. One big batch
-            in ``micro_batches`` holds less and reduces gradients once.
+            in ``micro_batches`` holds less and reduces gradients once; ``pm.no_sync()`` lets those that are summed whole wait for the
+            last pass.
         fold_capture: whether few of the repeated blocks are traced and the others copied, so that depth costs nothing.
         training: whether to plan a backward. Default: whether the model is in training mode and has something to train.
         progress: called with the name of each phase as it begins.

@@ -211,6 +211,7 @@ class LazyParallelModule(runtime.ParallelModule):
         for name, mine in held.items():
             parent, _, leaf = name.rpartition(".")
             built.get_submodule(parent)._parameters[leaf] = mine
+        built._reduces = self._reduces
         self.__dict__ = built.__dict__
         self.__class__ = type(built)  # type: ignore[assignment]
 

@@ -14,6 +14,7 @@ from meshwright.passes.program import LocalProgram
 from meshwright.passes.rewrite import RewriteForRank
 from meshwright.passes.schedule import ScheduleCollectives
 from meshwright.passes.split import split
+from meshwright.passes.unreduced import unreduced
 from meshwright.passes.verify import VerifyProgram, collectives_of, sequence_hash
 from meshwright.planner.ir.buffers import REDUCE_BYTES
 from meshwright.planner.ir.errors import VerifyError
@@ -31,6 +32,7 @@ def lower(
     device: torch.device | None = None,
     bucket_bytes: int = REDUCE_BYTES,
     times_s: dict[str, float] | None = None,
+    reduces: bool = True,
 ) -> LocalProgram:
     """Lower ``capture`` as ``plan`` says, for the rank at ``coordinate``. Needs no process group.
 
@@ -42,6 +44,7 @@ def lower(
         device: where the program will run; None: as captured.
         bucket_bytes: largest buffer that small collectives may share; 0: each travels alone.
         times_s: filled with the seconds that each pass took.
+        reduces: whether gradients end reduced; otherwise those that can wait do (``passes.unreduced``).
 
     Returns:
         The rank's program. All ranks' programs have the same text but for integer constants.
@@ -55,6 +58,7 @@ def lower(
     if len(group_names) != len(sizes):
         raise VerifyError(f"{len(sizes)} group names are needed, one per axis of mesh {plan.mesh}; found {tuple(group_names)}")
     verify_plan(plan, capture.graph)
+    plan = plan if reduces else unreduced(plan, capture.graph)
     label = f"rank-{'-'.join(map(str, coordinate))}"
     passes = (
         RewriteForRank(capture, plan, tuple(coordinate), tuple(group_names), device),

@@ -103,6 +103,7 @@ class ProgramLibrary:
         self._skeleton = skeleton(model) if replan is not None else None
         self._programs: list[BoundProgram] = []
         self._found: dict[Any, BoundProgram] = {}
+        self._unreduced: dict[BoundProgram, BoundProgram] = {}
 
     @property
     def programs(self) -> tuple[BoundProgram, ...]:
@@ -131,6 +132,19 @@ class ProgramLibrary:
         agree({"plan": bound.plan.hash[:16], "collectives": bound.local.sequence_hash[:16]}, self.mesh, "after lowering")
         self._programs.append(bound)
         return bound
+
+    def unreduced(self, program: BoundProgram) -> BoundProgram:
+        """The program whose gradients wait to be reduced, where some can. Collective at its first call."""
+        if program not in self._unreduced:
+            twin = bind_program(program.source, self.mesh, batch=self.batch, compile=self._compile, reduces=False)
+            agree({"collectives": twin.local.sequence_hash[:16]}, self.mesh, "after lowering without reductions")
+            self._unreduced[program] = twin
+        return self._unreduced[program]
+
+    @property
+    def bound(self) -> tuple[BoundProgram, ...]:
+        """All programs, those without reductions too."""
+        return (*self._programs, *self._unreduced.values())
 
     def find(
         self, demand: Demand, leaves: Mapping[str, Any], raw: tuple[tuple[Any, ...], dict[str, Any]]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
@@ -24,13 +25,22 @@ from meshwright.runtime.export.model_tree import ModelRecord, model_record
 from meshwright.runtime.inputs import call_of_batch, describe_call
 from meshwright.runtime.library import Demand, ProgramLibrary
 from meshwright.runtime.mesh import broadcast_object, check_mesh, device_of, logical_mesh, mesh_shape
+from meshwright.runtime.no_sync import (
+    add_to_waiting,
+    reduce_waiting,
+    refuse_waiting,
+    return_waiting,
+    settle_waiting,
+    waits,
+    watch_optimizers,
+)
 from meshwright.runtime.one_controller import OneController
 from meshwright.runtime.params import fill_tree, place_state, resting_placements
 from meshwright.runtime.pipeline import PipelineModule, build_pipeline
 from meshwright.runtime.programs import BoundProgram, RankProgram, Replan, check_plan
 from meshwright.runtime.random import SeedSequence, initial_seed
 from meshwright.runtime.state import Tree, full_state_dict, load_state
-from meshwright.runtime.step import Return, Step, return_to_input, return_to_parameter
+from meshwright.runtime.step import Made, Return, Step, return_to_input, return_to_parameter
 
 
 class ParallelModule(Exported):
@@ -48,6 +58,7 @@ class ParallelModule(Exported):
 
     plan: Plan
     device_mesh: DeviceMesh
+    _reduces = True
 
     def __init__(self, model: nn.Module, library: ProgramLibrary, plan: Plan, outputs: str, given: MeshRecord):
         super().__init__()
@@ -60,6 +71,7 @@ class ParallelModule(Exported):
         self.training = model.training
         self._tree = Tree(self, state, rests)
         self._seeds = SeedSequence(broadcast_object(initial_seed(), library.mesh))
+        self._added_up = self._has_waited = False
 
     def _get_name(self) -> str:
         return f"ParallelModule({self._library.model_name} on {mesh_shape(self.device_mesh)})"
@@ -79,6 +91,8 @@ class ParallelModule(Exported):
             self._check_first_call(program, leaves)
         if self._controller is not None:
             self._controller.hand_out_parameters(parameters.values())
+        if demand.wants_grad and self._waits(parameters):
+            program = self._library.unreduced(program)
         results = self._run(program, leaves, parameters, demand.wants_grad)
         output = program.structure(results, whole=self._outputs == "full")
         return output if self._controller is None else self._controller.collect(output)
@@ -117,12 +131,51 @@ class ParallelModule(Exported):
         args, kwargs = call_of_batch(batch)
         return pytree.tree_leaves(self(*args, **kwargs))[index]
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forwards in here belong to passes whose gradients wait for later ones, as ``DistributedDataParallel.no_sync``:
+
+            for micro in batches[:-1]:
+                with pm.no_sync():
+                    (pm(**micro).loss / n).backward()
+            (pm(**batches[-1]).loss / n).backward()      # outside: all are reduced here, once
+
+        What waits is what the plan sums up whole (DDP; it takes the memory that ``accumulate=`` counts); gradients that it scatters are
+        scattered in every pass. An optimizer refuses to step while gradients wait.
+
+        Raises:
+            InputError: the module was loaded from an export.
+        """
+        library = self.__dict__.get("_library")
+        if library is not None and library.programs[0].source.waiting is None:
+            raise InputError(
+                "no_sync() needs programs that are lowered here: an exported module reduces gradients in every backward"
+            )
+        watch_optimizers()
+        before, self._reduces = self._reduces, False
+        try:
+            yield
+        finally:
+            self._reduces = before
+
+    def _waits(self, parameters: Mapping[str, Any]) -> bool:
+        """Whether a pass adds to gradients that wait, or ends with some that do."""
+        if not self._reduces:
+            self._added_up = self._has_waited = True
+        elif self._added_up:
+            self._added_up = any(waits(p.grad) for p in parameters.values())
+        return self._added_up
+
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """``torch.nn.utils.clip_grad_norm_`` of this module, for loops that also train models in pipeline stages.
 
         Returns:
             The norm before, as a plain tensor.
+
+        Raises:
+            InputError: gradients wait to be reduced, see :meth:`no_sync`.
         """
+        refuse_waiting(self.parameters())
         norm = nn.utils.clip_grad_norm_(self.parameters(), max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -141,12 +194,12 @@ class ParallelModule(Exported):
         flat = [self._argument(program, name, given, parameters, buffers) for name in program.local.inputs]
         count = len(program.local.mutations)
         run = partial(program.run_forward, parameters=parameters)
-        for other in self._library.programs if program.local.kept else ():
+        for other in self._library.bound if program.local.kept else ():
             if other is not program:
                 other.copies.forget()
         if wants_grad:
             returns, tensors = self._returns(program, leaves, parameters)
-            results = Step.apply(program, flat, run, returns, *tensors)
+            results = Step.apply(program, flat, run, self._finish(program, parameters), returns, *tensors)
         else:
             with torch.no_grad():
                 results = tuple(run(flat))
@@ -154,6 +207,12 @@ class ParallelModule(Exported):
             for name, new in zip(program.local.mutations, results[:count], strict=True):
                 buffers[name].copy_(new)
         return results
+
+    def _finish(self, program: BoundProgram, parameters: Mapping[str, Any]) -> Callable[[Made], Made] | None:
+        """What happens to local gradients before autograd gets them."""
+        if not program.waiting:
+            return partial(settle_waiting, parameters=parameters) if self._has_waited else None
+        return partial(reduce_waiting if self._reduces else add_to_waiting, parameters=parameters, paths=program.waiting)
 
     def _given(self, program: BoundProgram, value: str, leaf: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a batch input."""
@@ -189,7 +248,9 @@ class ParallelModule(Exported):
         returns, tensors = [], []
         for name in program.trained:
             if parameters[name].requires_grad:
-                returns.append(return_to_parameter(name, parameters[name]))
+                waits_at = None if self._reduces else program.waiting.get(name)
+                given = return_to_parameter if waits_at is None else partial(return_waiting, start=waits_at[0])
+                returns.append(given(name, parameters[name]))
                 tensors.append(parameters[name])
         for path, value in program.inputs.items():
             name = program.roles[value][1]
@@ -246,7 +307,7 @@ class ParallelModule(Exported):
         Needed only by code that changes parameters with ``torch._foreach_*`` ops of its own, which nothing shows: optimizers,
         ``load_state_dict`` and single ops in place are seen.
         """
-        for program in self._library.programs:
+        for program in self._library.bound:
             program.copies.forget()
 
     def train(self, mode: bool = True) -> Self:

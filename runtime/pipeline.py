@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -273,6 +274,17 @@ class PipelineModule(Exported):
         gc.collect()
 
     # --- gradients and state --------------------------------------------------------------------------------------
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Refused: a step reduces what it sums up once, after all its micro-batches.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(
+            "a module in stages or micro-batches reduces gradients once per step(): instead of no_sync(), plan for the whole batch with "
+            "as many more micro_batches"
+        )
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients of all stages so that their norm is at most ``max_norm``; collective.

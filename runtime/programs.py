@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from meshwright.passes import lower
 from meshwright.passes.program import LocalProgram
+from meshwright.passes.unreduced import waiting
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.ir.mesh import MeshShape
@@ -78,6 +79,9 @@ class RankProgram:
         fake_mode: that the graphs' fake values belong to.
         restore: from the leaves of the model's output to the output.
         structure: the form of the output, for those who want to write it.
+        waiting: gradients of parameters that can wait to be reduced, by name, with the path from there to where they end; None where
+            the graphs are as they were written.
+        unreduced: as ``lowered``, without the reductions of these.
     """
 
     interface: Interface
@@ -87,6 +91,8 @@ class RankProgram:
     fake_mode: Any
     restore: Callable[[list[Any]], Any]
     structure: Any
+    waiting: Mapping[str, tuple[Placements, ...]] | None = None
+    unreduced: Callable[[Sequence[str]], LocalProgram] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +125,7 @@ class BoundProgram:
         forward: callable of ``local.forward``; ``again`` likewise (compiled where asked).
         backward: likewise; takes its arguments in one list, which it empties, so that what was saved is freed on the way.
         copies: gathered parameters that live until the parameters change.
+        waiting: the gradients that it leaves unreduced, as in ``RankProgram``.
     """
 
     source: RankProgram
@@ -130,6 +137,7 @@ class BoundProgram:
     backward: Boxed | None
     again: Callable[..., Sequence[torch.Tensor]] | None
     copies: KeptCopies
+    waiting: Mapping[str, tuple[Placements, ...]] = field(default_factory=dict)
 
     @property
     def interface(self) -> Interface:
@@ -214,9 +222,9 @@ def captured_program(capture: Capture, plan: Plan, mesh: DeviceMesh, binder: Cal
     """
     check_plan(capture, plan, mesh_shape(mesh))
 
-    def lowered(groups: Sequence[str]) -> LocalProgram:
+    def lowered(groups: Sequence[str], reduces: bool = True) -> LocalProgram:
         with LOWERING:
-            return lower(capture, plan, coordinate_of(mesh), groups, device=device_of(mesh))
+            return lower(capture, plan, coordinate_of(mesh), groups, device=device_of(mesh), reduces=reduces)
 
     return RankProgram(
         interface=interface_of(capture, plan, binder, modes),
@@ -226,12 +234,15 @@ def captured_program(capture: Capture, plan: Plan, mesh: DeviceMesh, binder: Cal
         fake_mode=capture.fake_mode,
         restore=partial(pytree.tree_unflatten, treespec=capture.out_spec),
         structure=capture.out_spec,
+        waiting=waiting(plan, capture.graph),
+        unreduced=partial(lowered, reduces=False),
     )
 
 
-def bind_program(program: RankProgram, mesh: DeviceMesh, *, batch: str, compile: bool) -> BoundProgram:
-    """Make a rank's program callable."""
-    local = use_device_kernels(program.lowered(group_names(mesh)), device_of(mesh))
+def bind_program(program: RankProgram, mesh: DeviceMesh, *, batch: str, compile: bool, reduces: bool = True) -> BoundProgram:
+    """Make a rank's program callable; ``reduces``: whether gradients that could wait are reduced."""
+    lowered = program.lowered if reduces or program.unreduced is None else program.unreduced
+    local = use_device_kernels(lowered(group_names(mesh)), device_of(mesh))
     if compile:
         forward, one_by_one = compile_program(local, program.fake_mode)
         backward = None if one_by_one is None else in_a_list(one_by_one)
@@ -251,6 +262,7 @@ def bind_program(program: RankProgram, mesh: DeviceMesh, *, batch: str, compile:
         backward=backward,
         again=again,
         copies=KeptCopies(program.interface.kept),
+        waiting={} if reduces or program.waiting is None else program.waiting,
     )
 
 

@@ -59,12 +59,16 @@ def return_to_input(program: BoundProgram, name: str, value: str, *, whole: bool
     return Return(name, give_back)
 
 
+Made = dict[str, torch.Tensor]
+"""Local gradients by name."""
+
+
 class Step(torch.autograd.Function):
-    """``apply(program, flat, run, returns, *leaves) -> forward's results without the saved ones``.
+    """``apply(program, flat, run, finish, returns, *leaves) -> forward's results without the saved ones``.
 
     ``flat`` holds the forward's local arguments, from which ``run`` makes its results; ``leaves`` are the tensors that autograd
     may want gradients of (parameters as DTensors, batch inputs as the caller passed them), and ``returns`` how each gets its
-    gradient.
+    gradient, of those that ``finish`` leaves.
     """
 
     @staticmethod
@@ -73,6 +77,7 @@ class Step(torch.autograd.Function):
         program: BoundProgram,
         flat: list[torch.Tensor],
         run: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+        finish: Callable[[Made], Made] | None,
         returns: Sequence[Return],
         *leaves: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
@@ -83,7 +88,7 @@ class Step(torch.autograd.Function):
         kept = [*results[num_results:], *(flat[index[name]] for name in local.saved_inputs)]
         returned = _distinct(results[:num_results], [*flat, *kept])
         ctx.save_for_backward(*kept)
-        ctx.program, ctx.returns = program, returns
+        ctx.program, ctx.finish, ctx.returns = program, finish, returns
         ctx.tangents = [o.index for o in program.outputs if o.differentiable]
         ctx.shapes = [(returned[i].shape, returned[i].dtype, returned[i].device) for i in ctx.tangents]
         ctx.mark_non_differentiable(*(r for i, r in enumerate(returned) if i not in ctx.tangents))
@@ -103,7 +108,16 @@ class Step(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()  # but where the graph is retained; then ``given`` alone holds them
         del grads, tangents
         made = dict(zip(program.local.gradients, program.backward(given), strict=True))
-        return None, None, None, None, *(None if made.get(r.name) is None else r.give_back(made[r.name]) for r in ctx.returns)
+        if ctx.finish is not None:
+            made = ctx.finish(made)
+        return (
+            None,
+            None,
+            None,
+            None,
+            None,
+            *(None if made.get(r.name) is None else r.give_back(made[r.name]) for r in ctx.returns),
+        )
 
 
 def _plain(grad: torch.Tensor | None) -> torch.Tensor:

@@ -39,6 +39,11 @@ def test_the_predicted_peak_is_what_is_alive(strategy: str, level: str, passes: 
     assert memory.get("accumulated", 0) == (memory["parameters"] if passes > 1 else 0)
 
 
+def test_gradients_that_wait_take_what_sums_of_passes_take() -> None:
+    found = measure(gpt2, BATCH, (2,), waits=True, strategy="ddp", recompute="full", accumulate=3)
+    assert 0.95 <= found.ratio <= 1.1, f"predicted {found.plan.predicted.peak_memory_bytes}, measured {max(found.peaks)}"
+
+
 @pytest.mark.parametrize("name", ["gpt2_dropout", "llama", "t5", "cnn"])
 def test_recomputation_changes_no_number_and_keeps_fewer_bytes(name: str) -> None:
     case = ALL[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,13 +46,16 @@ class Measured:
         return self.plan.predicted.peak_memory_bytes / max(self.peaks)
 
 
-def measure(make: Callable[[], nn.Module], batch: Mapping[str, Any], sizes: tuple[int, ...], **options: Any) -> Measured:
+def measure(
+    make: Callable[[], nn.Module], batch: Mapping[str, Any], sizes: tuple[int, ...], *, waits: bool = False, **options: Any
+) -> Measured:
     """Plan and run two steps; the second is measured, with optimizer state there, and as many passes as are added up.
 
     Args:
         make: makes the model.
         batch: global, by keyword.
         sizes: of the mesh.
+        waits: whether gradients of all passes but the last wait under ``no_sync``.
         **options: fields of ``Request``.
     """
     torch.manual_seed(0)
@@ -72,10 +76,11 @@ def measure(make: Callable[[], nn.Module], batch: Mapping[str, Any], sizes: tupl
         live.start_with([*pm.parameters(), *pm.buffers()])
         live.start_with(t for state in opt.state.values() for t in state.values() if isinstance(t, torch.Tensor))
         with live:
-            for _ in range(request.accumulate):
-                returned = pm(**batch)  # held until the backward is done, as training loops do and the prediction says
-                scalar_of(returned).backward()
-                del returned
+            for i in range(request.accumulate):
+                with pm.no_sync() if waits and i < request.accumulate - 1 else nullcontext():
+                    returned = pm(**batch)  # held until the backward is done, as training loops do and the prediction says
+                    scalar_of(returned).backward()
+                    del returned
         return live.peak, live.at, live.trace
 
     ranks = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from meshwright.runtime.random import SeedSequence
 from tests.helpers import pipelines
 from tests.helpers.equality import Trial, gathered, scalar_of
 from tests.helpers.models import ALL
-from tests.helpers.prepared import captured, reference
+from tests.helpers.prepared import captured, planned, reference
 from tests.helpers.ranks import run_ranks
 from tests.helpers.run_capture import run
 from tests.multiproc.common import close, start, zero3
@@ -53,6 +54,24 @@ def assert_compiled_is_equal(name: str) -> None:
 
 def test_a_compiled_step_equals_one_process():
     assert_compiled_is_equal("mlp")
+
+
+@pytest.mark.slow
+def test_gradients_wait_for_a_compiled_pass_too():
+    plan, (_, gradients) = planned("transformer", (2,), "ddp"), numbers("transformer")
+
+    def on_rank(rank):
+        pm = start("transformer", plan, compile=True)
+        for passes in (2, 1):
+            pm.zero_grad()
+            for i in range(passes):
+                with pm.no_sync() if i < passes - 1 else nullcontext():
+                    (scalar_of(pm(**ALL["transformer"].batch())) / passes).backward()
+            largest = max(float(g.abs().max()) for g in gradients.values())
+            for n, p in pm.named_parameters():
+                assert float((gathered(p.grad) - gradients[n]).abs().max()) <= 1e-5 * largest
+
+    run_ranks(2, on_rank, timeout=400)
 
 
 @pytest.mark.slow

@@ -69,6 +69,8 @@ def _by_name(rank: int, name: str, sizes: tuple[int, ...], options: dict[str, An
     bare_rank.take_steps(pm, optimizer, [case.batch(0)])
     pm.export(folder / "export", optimizer=optimizer)
     loaded: Any = mw.load(folder / "export")
+    with pytest.raises(mw.InputError, match="an exported module reduces gradients in every backward|more micro_batches"):
+        loaded.no_sync().__enter__()
     again = bare_rank.adamw(loaded)
     loaded.load_checkpoint(folder / "export" / "state", again)
     batches = [case.batch(i) for i in range(1, 4)]
