@@ -23,8 +23,8 @@ from meshwright.planner.cost.devices import matmul_tiles
 from meshwright.planner.ir.hardware import Device, Link, Measured
 
 c10d, aten = torch.ops._c10d_functional, torch.ops.aten
-SIZES = (1 << 6, 1 << 17, 1 << 20, 1 << 23)
-"""Bytes of the collectives that are measured."""
+SIZES = {1 << 6: 10, 1 << 17: 10, 1 << 20: 8, 1 << 23: 2, 1 << 25: 1}
+"""Bytes of the collectives that are measured, and how many behind each other; the largest is more than a buffer that small ones share."""
 
 
 def cpu_s(run: Callable[[], Any], times: int) -> float:
@@ -45,6 +45,13 @@ def mean_of_all(value: float) -> float:
     return float(together) / dist.get_world_size()
 
 
+def most_of_all(value: float) -> float:
+    """The largest of all ranks, equal on all."""
+    largest = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
+
+
 # --- kernels ------------------------------------------------------------------------------------------------------
 
 
@@ -58,26 +65,33 @@ def measured_device(source: str) -> Device:
     flops = 2 * (rows + edge) * (n + edge) ** 2 / matmul_s
     x, y, z = (torch.randn(1 << 22) for _ in range(3))
     rate = 3 * x.numel() * 4 / (cpu_s(lambda: [torch.add(x, y, out=z) for _ in range(4)], 9) / 4)
-    small_op_s = cpu_s(_small_ops, 9) / (200 * 7)
     scale = flops / (base.peak_flops_per_s["float32"] * base.matmul_efficiency["float32"])
     return replace(
         base,
         source=source,
         memory_bytes_per_s=rate,
         peak_flops_per_s={name: peak * scale for name, peak in base.peak_flops_per_s.items()},
-        kernel_overhead_s=small_op_s,
+        kernel_overhead_s=_small_op_s(),
         functions_per_s=_functions_per_s(rate),
     )
 
 
-def _small_ops() -> None:
-    """Kernels and views of so few elements that all they cost is to be called."""
+def _small_op_s() -> float:
+    """Seconds of a kernel or view of so few elements that all it costs is to be called, where some twenty stand between matmuls, as in a
+    step: the first of a kind costs several times what the next do, since the matmul took its code and data from the nearest cache."""
     x, w, one = torch.randn(8, 8), torch.randn(8, 8), torch.ones(8)
-    for _ in range(200):
-        y = torch.mm(torch.reshape(x, [8, 8]), torch.permute(w, [1, 0]))
-        y = torch.add(torch.mul(y, x), x)
-        y = torch.native_layer_norm(y, [8], one, one, 1e-5)[0]
-        torch.sum(y, [0], False)
+    a, b = torch.randn(256, 768), torch.randn(768, 512)
+    found = []
+    for _ in range(60):
+        torch.mm(a, b)
+        began = time.process_time()
+        for _ in range(3):
+            y = torch.mm(torch.reshape(x, [8, 8]), torch.permute(w, [1, 0]))
+            y = torch.add(torch.mul(y, x), x)
+            y = torch.native_layer_norm(y, [8], one, one, 1e-5)[0]
+            torch.sum(y, [0], False)
+        found.append((time.process_time() - began) / 21)
+    return mean_of_all(statistics.median(found))
 
 
 def _functions_per_s(bytes_per_s: float) -> float:
@@ -100,34 +114,35 @@ def _functions_per_s(bytes_per_s: float) -> float:
 # --- links --------------------------------------------------------------------------------------------------------
 
 
-def between_kernels_s(call: Callable[[], Any]) -> float:
-    """CPU seconds of a call where kernels run before and behind, as in a step: ranks come to it one by one, with caches full of other things."""
+def between_kernels_s(call: Callable[[], Any], times: int = 10) -> float:
+    """CPU seconds of a call on this rank where kernels run before and behind, as in a step: ranks come to it one by one, with caches full of other things."""
     a, b, x, y = torch.randn(256, 768), torch.randn(768, 512), torch.randn(1 << 19), torch.randn(1 << 19)
 
     def kernels(and_then: Callable[[], Any]) -> float:
         dist.barrier()
         began = time.process_time()
-        for _ in range(10):
+        for _ in range(times):
             torch.mm(a, b)
             x.add_(y)
             and_then()
         return time.process_time() - began
 
     with torch.no_grad():
-        found = [kernels(call) - kernels(lambda: None) for _ in range(11)]
-    return mean_of_all(max(1e-6, statistics.median(found) / 10))
+        found = [kernels(call) - kernels(lambda: None) for _ in range(9)]
+    return max(1e-6, statistics.median(found) / times)
 
 
 def measured_link(source: str) -> Link:
-    """Messages between neighbouring ranks, and collectives of every kind among pairs and among all."""
-    latency_s, large_s = (between_kernels_s(partial(_message, torch.zeros(size // 4))) for size in (SIZES[0], SIZES[2]))
+    """Messages between neighbouring ranks, alone, and collectives of every kind among pairs and among all."""
+    few, many = 1 << 6, 1 << 20
+    latency_s, large_s = (mean_of_all(between_kernels_s(partial(_message, torch.zeros(size // 4)))) for size in (few, many))
     ranks = dist.get_world_size()
     measured = [_collectives(kind, [list(range(ranks))]) for kind in COLLECTIVES]
     if ranks > 2 and ranks % 2 == 0:
         near = [[i, i + 1] for i in range(0, ranks, 2)]
         far = [[i, i + ranks // 2] for i in range(ranks // 2)]
-        measured += [_mean(_collectives(kind, near), _collectives(kind, far)) for kind in COLLECTIVES]
-    return Link("gloo", SIZES[2] / max(large_s - latency_s, 1e-6), latency_s, source, tuple(measured))
+        measured += [_mean(_collectives(kind, near), _collectives(kind, far)) for kind in COLLECTIVES if kind not in ONE_SIDED]
+    return Link("gloo", many / max(large_s - latency_s, 1e-6), latency_s, source, tuple(measured))
 
 
 def _message(buffer: torch.Tensor) -> None:
@@ -139,30 +154,45 @@ def _message(buffer: torch.Tensor) -> None:
         work.wait()
 
 
-def _all_reduce(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    return c10d.all_reduce_(x, "sum", group)
+def _all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return c10d.all_reduce_(x, "sum", group.group_name)
 
 
-def _all_gather(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    return c10d.all_gather_into_tensor(x[: len(x) // ranks], ranks, group)
+def _all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return c10d.all_gather_into_tensor(x[: len(x) // group.size()], group.size(), group.group_name)
 
 
-def _reduce_scatter(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    return c10d.reduce_scatter_tensor(x, "sum", ranks, group)
+def _reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return c10d.reduce_scatter_tensor(x, "sum", group.size(), group.group_name)
 
 
-def _all_to_all(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    pieces = [len(x) // ranks] * ranks
-    return c10d.all_to_all_single(x, pieces, pieces, group)
+def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    pieces = [len(x) // group.size()] * group.size()
+    return c10d.all_to_all_single(x, pieces, pieces, group.group_name)
 
 
-COLLECTIVES: dict[str, Callable[[torch.Tensor, int, str], torch.Tensor]] = {
+def _broadcast(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    dist.broadcast(x, group_src=0, group=group)
+    return x
+
+
+def _scatter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    pieces = x.split(len(x) // group.size())
+    dist.scatter(torch.empty_like(pieces[0]), list(pieces) if group.rank() == 0 else None, group_src=0, group=group)
+    return x
+
+
+COLLECTIVES: dict[str, Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "scatter": _scatter,
 }
-"""As a program calls them."""
+"""As a program, or its one controller, calls them."""
+ONE_SIDED = ("broadcast", "scatter")
+"""What takes the first rank longer than others: its time counts, not the mean."""
 
 
 def _collectives(kind: str, groups: list[list[int]]) -> Measured:
@@ -170,11 +200,12 @@ def _collectives(kind: str, groups: list[list[int]]) -> Measured:
     made = [dist.new_group(g) for g in groups]
     mine = next(m for m, g in zip(made, groups, strict=True) if dist.get_rank() in g)
     size, found = len(groups[0]), []
-    for size_bytes in SIZES:
+    for size_bytes, times in SIZES.items():
         x = torch.zeros(size_bytes // 4)
-        seconds = between_kernels_s(lambda x=x: c10d.wait_tensor(COLLECTIVES[kind](x, size, mine.group_name)))
-        found.append(max(seconds, *found) if found else seconds)
-    return Measured(kind, size, SIZES, tuple(found))
+        own_s = between_kernels_s(lambda x=x: c10d.wait_tensor(COLLECTIVES[kind](x, mine)), times)
+        seconds = most_of_all(own_s) if kind in ONE_SIDED else mean_of_all(own_s)
+        found.append(max([seconds, *found]))
+    return Measured(kind, size, tuple(SIZES), tuple(found))
 
 
 def _mean(first: Measured, second: Measured) -> Measured:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -37,7 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from machine import cpu_s, local_source, measured_device, measured_link
+from machine import cpu_s, local_source, mean_of_all, measured_device, measured_link
 from pipeline import SEQ, VOCABULARY, Model
 from rich.console import Console
 from torch import distributed as dist, multiprocessing as mp, nn
@@ -99,7 +100,7 @@ def _vectors() -> dict[str, torch.Tensor]:
 
 
 class Plain(nn.Module):
-    """Whatever, for what a pipeline takes besides its kernels, which leave nothing else in the cache."""
+    """Whatever, for what a pipeline takes besides its kernels, which leave nothing else in the nearest cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +115,7 @@ class Plain(nn.Module):
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, torch.Tensor]]]] = {
     "transformer": (_transformer, _tokens),
     "wide": (Wide, _vectors),
-    "plain": (Plain, lambda: {"x": torch.ones(64, 512)}),
+    "plain": (Plain, lambda: {"x": torch.ones(512, 512)}),
 }
 COMPARED = ("transformer", "wide")
 
@@ -131,36 +132,64 @@ class Ready:
 # --- this machine -------------------------------------------------------------------------------------------------
 
 
-def measured_hardware(plain: Ready) -> Hardware:
-    """What one rank gets of this machine while all of them run; equal on all ranks. ``plain``: a pipeline."""
+def measured_hardware(plain: list[Ready]) -> Hardware:
+    """What one rank gets of this machine while all of them run; equal on all ranks. ``plain``: pipelines (see :func:`plain_pipelines`)."""
     source = local_source()
     device, link = measured_device(source), measured_link(source)
-    return Hardware(replace(device, action_overhead_s=_action_overhead_s(plain, link.latency_s)), (link,), source)
+    action_s, message_s = _action_and_message_s(plain, link.bytes_per_s)
+    return Hardware(replace(device, action_overhead_s=action_s), (replace(link, latency_s=message_s),), source)
 
 
-def _action_overhead_s(plain: Ready, latency_s: float) -> float:
-    """What an action takes besides its kernels and its messages: of ``p`` ranks' actions ``(p - 1) / p`` send and as many receive."""
-    make, make_batch = MODELS["plain"]
-    pm: Any = build(make(), plain.capture, plain.plan, init_device_mesh("cpu", (dist.get_world_size(),)))
-    batch, found = make_batch(), []
-    for _ in range(12):
-        log = pm._programs[0].engine.log_actions()
+def _action_and_message_s(plain: list[Ready], bytes_per_s: float) -> tuple[float, float]:
+    """What an action of a pipeline takes besides its kernels, and what a message does besides its bytes, at both its ends together.
+
+    Pipelines have the more of the one the more they have of the other; what both explain is what counts: least squares, neither below
+    zero, beside a fixed time per step.
+    """
+    counts, seconds = zip(*(_besides_actions(ready, bytes_per_s) for ready in plain), strict=True)
+    _, action_s, message_s = _least_squares(np.array(counts), np.array(seconds))
+    return float(action_s), float(message_s)
+
+
+def _least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The ``x``, nowhere negative, for which ``a @ x`` is nearest to ``b``: the best of those that leave some columns out."""
+    best = np.zeros(a.shape[1])
+    for kept in itertools.product((False, True), repeat=a.shape[1]):
+        x = np.zeros(a.shape[1])
+        x[list(kept)] = np.linalg.lstsq(a[:, list(kept)], b, rcond=None)[0]
+        if np.all(x >= 0) and np.linalg.norm(a @ x - b) < np.linalg.norm(a @ best - b):
+            best = x
+    return best
+
+
+def _besides_actions(ready: Ready, bytes_per_s: float) -> tuple[tuple[float, float, float], float]:
+    """(Steps, actions and messages) of a rank in a step, and its seconds besides the actions' own and the messages' bytes; means over ranks."""
+    make, make_batch = MODELS[ready.strategy]
+    pm: Any = build(make(), ready.capture, ready.plan, init_device_mesh("cpu", (dist.get_world_size(),)))
+    batch, found, actions = make_batch(), [], 0.0
+    for _ in range(15):
+        log = pm._programs[0].engine.log_actions(held=False)
         busy_s = cpu_s(lambda: pm.step(batch), 1)
-        found.append((busy_s * dist.get_world_size() - sum(_of_all(sum(entry.cpu_s for entry in log)))) / sum(_of_all(len(log))))
-    ranks = dist.get_world_size()
-    return max(0.0, statistics.median(found) - latency_s * (ranks - 1) / ranks)
+        actions = mean_of_all(len(log))
+        found.append(busy_s - mean_of_all(sum(entry.cpu_s for entry in log)))
+    pipeline = ready.plan.pipeline
+    assert pipeline is not None
+    apart = sum(pipeline.rank_of(k) != pipeline.rank_of(k + 1) for k in range(pipeline.num_stages - 1))
+    sent = 2 * apart / dist.get_world_size()
+    moved_s = sent * batch["x"].numel() * 4 / bytes_per_s
+    return (1.0, actions, sent * pipeline.micro_batches), max(0.0, statistics.median(found) - moved_s)
 
 
-def _of_all(value: float) -> list[float]:
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, value)
-    return told
+def plain_pipelines(ranks: int) -> list[Ready]:
+    """Pipelines of the plain model with few micro-batches and with more, by two runtimes of torch's, planned."""
+    return [_plain(ranks, schedule, count) for schedule in ("gpipe", "zero_bubble") for count in (2, 8)]
 
 
-def plain_pipeline(ranks: int) -> Ready:
-    """A pipeline of the plain model, planned."""
+def _plain(ranks: int, schedule: str, micro_batches: int) -> Ready:
     make, make_batch = MODELS["plain"]
-    request = Request(strategy="pipeline", degrees={"pp": ranks}, schedule="gpipe", micro_batches=8, alternatives=False)
+    request = Request(
+        strategy="pipeline", degrees={"pp": ranks}, schedule=schedule, micro_batches=micro_batches, alternatives=False
+    )
     folded, times = capture_call(make(), ((), make_batch()), request, True)
     target = replace(target_of(mw.MeshShape.of(ranks), "CPU"), searched=True)
     plan = plan_capture(folded, target, request, "plain", times)
@@ -227,11 +256,12 @@ def run_all(name: str, ready: Sequence[Ready], rounds: int) -> dict[str, tuple[f
     optimizers = {s: torch.optim.SGD(list(pm.parameters()), lr=1e-4, foreach=True) for s, pm in modules.items()}
     gc.collect()
     gc.freeze()  # all that is there stays: none of the steps shall pay for looking through it
-    for _ in range(rounds):
+    for turn in range(rounds):
+        pin(turn)
         for strategy, pm in modules.items():
             for _ in range(2):  # the first brings back what others drove from the caches: steps follow steps of their like
                 optimizers[strategy].zero_grad(set_to_none=True)
-                log = pm._programs[0].engine.log_actions() if pm.plan.pipeline else []
+                log = pm._programs[0].engine.log_actions(held=False) if pm.plan.pipeline else []
                 dist.barrier()
                 began, cpu = time.perf_counter(), time.process_time()
                 pm.step(batch)
@@ -240,10 +270,22 @@ def run_all(name: str, ready: Sequence[Ready], rounds: int) -> dict[str, tuple[f
                 wall = time.perf_counter() - began
                 optimizers[strategy].step()
             times.setdefault(strategy, []).append((_with_a_core_each(pm.plan, busy, log), wall))
-    return {
-        s: (max(map(statistics.median, zip(*(c for c, _ in found), strict=True))), statistics.median(w for _, w in found))
-        for s, found in times.items()
-    }
+    return {s: (_over_turns([c for c, _ in found]), statistics.median(w for _, w in found)) for s, found in times.items()}
+
+
+def pin(turn: int) -> None:
+    """Hold this rank, all its threads, to one core. Which ranks share one changes by turns: what they send each other costs them less."""
+    rank, ranks, cores = dist.get_rank(), dist.get_world_size(), os.cpu_count() or 1
+    core = rank % cores if turn % 2 == 0 else rank * cores // max(ranks, cores)
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), {core})
+
+
+def _over_turns(rounds: list[list[float]]) -> float:
+    """Seconds of a step: the median of each rank (or column) over the rounds of either way to share cores, their mean, the busiest."""
+    ways = [way for way in (rounds[::2], rounds[1::2]) if way]
+    medians = [[statistics.median(own) for own in zip(*way, strict=True)] for way in ways]
+    return max(statistics.mean(own) for own in zip(*medians, strict=True))
 
 
 def _with_a_core_each(plan: mw.Plan, busy_s: float, log: Sequence[Any]) -> list[float]:
@@ -273,7 +315,7 @@ def _with_a_core_each(plan: mw.Plan, busy_s: float, log: Sequence[Any]) -> list[
     return columns
 
 
-def measured_fields(plain: Ready) -> dict[str, Any]:
+def measured_fields(plain: list[Ready]) -> dict[str, Any]:
     """The measured record as JSON."""
     return asdict(measured_hardware(plain))
 
@@ -349,7 +391,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
     keep_memory()
-    fields = in_ranks(options.ranks, measured_fields, plain_pipeline(options.ranks))
+    fields = in_ranks(options.ranks, measured_fields, plain_pipelines(options.ranks))
     hardware = hardware_of(fields)
     by_model = [run_model(name, hardware, options) for name in COMPARED]
     summaries = [summary(rows) for rows in by_model]

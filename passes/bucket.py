@@ -7,7 +7,7 @@ q0 = wait(r0); q1 = wait(r1)                     q = wait(r); q0, q1 = split(q)
 ```
 
 Two collectives of the same kind, group, reduction and element type share a buffer if neither result is read before the
-later one is issued. Runs after ``overlap``, which put the waits as late as possible. The buffer is issued where its last
+later one is issued. Runs after ``overlap`` and ``pool_results``, which put the waits as late as possible. The buffer is issued where its last
 member stood.
 
 Gathers of what lies at rest (their operands come from inputs alone) can be issued at any time. Their buffers are issued where
@@ -59,7 +59,7 @@ class BucketCollectives:
             return gm
         before: dict[tuple[Any, ...], fx.Node] = {}
         for number, bucket in enumerate(list(self.buckets(gm.graph))):
-            key = _key(bucket.members[0])
+            key = bucket_key(bucket.members[0])
             if bucket.rests and bucket.bytes <= self.gather_bytes:
                 _hoist(bucket, before.get(key))
             issued = _merge(gm, bucket, f"bucket_{number}") if len(bucket.members) > 1 else bucket.members[0]
@@ -77,7 +77,7 @@ class BucketCollectives:
                 for key in [k for k, b in open_.items() if not b.rests and node.all_input_nodes[0] in b.members]:
                     yield open_.pop(key)
             elif is_collective(node) and node.meta["step"].kind in SHARED:
-                key, size = (*_key(node), _rests(node)), node.meta["step"].moved_bytes
+                key, size = (*bucket_key(node), _rests(node)), node.meta["step"].moved_bytes
                 bucket = open_.get(key)
                 if bucket is not None and (bucket.bytes + size > self.limit(bucket) or self.is_late(bucket, node, big)):
                     yield open_.pop(key)
@@ -114,7 +114,7 @@ class _Bucket:
         self.bytes += size
 
 
-def _key(node: fx.Node) -> tuple[Any, ...]:
+def bucket_key(node: fx.Node) -> tuple[Any, ...]:
     """What members of one bucket have in common."""
     step: Step = node.meta["step"]
     return node.meta["phase"], step.kind, step.axis, node.meta["val"].dtype, step.reduce_op, node.meta.get("keeps", False)

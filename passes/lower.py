@@ -10,6 +10,7 @@ import torch
 from meshwright.passes.base import dump, run_passes
 from meshwright.passes.bucket import BucketCollectives
 from meshwright.passes.overlap import OverlapCollectives
+from meshwright.passes.pool_results import PoolResults
 from meshwright.passes.program import LocalProgram
 from meshwright.passes.rewrite import RewriteForRank
 from meshwright.passes.schedule import ScheduleCollectives
@@ -63,6 +64,7 @@ def lower(
     passes = (
         RewriteForRank(capture, plan, tuple(coordinate), tuple(group_names), device),
         OverlapCollectives(),
+        PoolResults(bucket_bytes),
         BucketCollectives(bucket_bytes),
         ScheduleCollectives(plan),
         VerifyProgram(plan, capture.graph),

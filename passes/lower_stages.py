@@ -19,6 +19,7 @@ from meshwright.passes.issue_first import IssueFirst
 from meshwright.passes.land_early import LandEarly
 from meshwright.passes.micro_batches import PrePass, pre_pass, time_nodes
 from meshwright.passes.overlap import OverlapCollectives
+from meshwright.passes.pool_results import PoolResults
 from meshwright.passes.program import LocalProgram
 from meshwright.passes.rewrite import RewriteForRank
 from meshwright.passes.split import split
@@ -215,7 +216,7 @@ class _Lowering:
 
     def stage(self, cut: StageGraph, label: str) -> StageProgram:
         """One stage's joint graph through the passes that every rank's graph goes through."""
-        passes = (OverlapCollectives(), BucketCollectives(self.bucket_bytes))
+        passes = (OverlapCollectives(), PoolResults(self.bucket_bytes), BucketCollectives(self.bucket_bytes))
         joint = run_passes(passes, cut.gm, label)
         view = _view(cut, joint)
         shapes = {n.meta["value"]: tuple(n.meta["val"].shape) for n in joint.graph.nodes if n.op == "placeholder"}

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from meshwright.planner.cost.comm import measured_s
 from meshwright.planner.ir.graph import OpGraph, Value
-from meshwright.planner.ir.hardware import Hardware
+from meshwright.planner.ir.hardware import Hardware, Link
 from meshwright.planner.ir.plan import Collective, Plan
 
 
@@ -33,15 +34,18 @@ def controlled(plan: Plan, graph: OpGraph, hardware: Hardware) -> Plan:
         ("gather", outputs, (devices - 1) / devices),
     )
     found = [
-        Collective(kind, axis, size, latency * link.latency_s + share * size / link.bytes_per_s, False)
+        Collective(
+            kind, axis, sum(v.size_bytes for v in values), sum(_seconds(link, kind, devices, v, share) for v in values), False
+        )
         for kind, values, share in parts
-        for size, latency in [(_bytes(values), (devices - 1) * len(values))]
-        if size
+        if values
     ]
     seconds, predicted = sum(c.time_s for c in found), plan.predicted
     predicted = replace(predicted, exposed_s=predicted.exposed_s + seconds, step_time_s=predicted.step_time_s + seconds)
     return replace(plan, one_controller=True, collectives=(*plan.collectives, *found), predicted=predicted)
 
 
-def _bytes(values: list[Value]) -> int:
-    return sum(v.size_bytes for v in values)
+def _seconds(link: Link, kind: str, devices: int, value: Value, share: float) -> float:
+    """Of one value: as measured, else a message to or from each of the other devices, and the share of the value that travels."""
+    known = measured_s(link, kind, devices, value.size_bytes)
+    return (devices - 1) * link.latency_s + share * value.size_bytes / link.bytes_per_s if known is None else known

@@ -40,7 +40,7 @@ class Logged(NamedTuple):
     Attributes:
         kind, stage, micro_batch: as in ``planner.orders.Action``.
         cpu_s: CPU seconds of the thread that ran it.
-        held_bytes: what the stage holds for later backwards when it ends.
+        held_bytes: what the stage holds for later backwards when it ends; 0 where it was not asked for.
     """
 
     kind: str
@@ -78,6 +78,7 @@ class EngineStage(PipelineStage):
         program = run.program
         self.run, self.journal, self._rank_of = run, journal, rank_of
         self.log: list[Logged] | None = None
+        self.weighs = False
         self._in, self._out = len(program.receives), len(program.sends)
         ins = _padded(program.receives, len(program.upstream))
         outs = _padded(program.sends, len(program.downstream))
@@ -140,7 +141,7 @@ class EngineStage(PipelineStage):
     def _ran(self, kind: str, chunk: int, began_s: float) -> None:
         if self.log is not None:
             seconds = time.thread_time() - began_s
-            self.log.append(Logged(kind, self.stage_index, chunk, seconds, self.run.held_bytes()))
+            self.log.append(Logged(kind, self.stage_index, chunk, seconds, self.run.held_bytes() if self.weighs else 0))
 
     def _wait(self, what: str, chunk: int, stage: int) -> None:
         self.journal.doing(
@@ -230,11 +231,15 @@ class Engine:
         options = {"n_microbatches": micro_batches, "loss_fn": lambda made, _: made, "scale_grads": False}
         self._schedule = kind(stages[0], **options) if kind is not None else _SEVERAL[name](list(stages), **options)
 
-    def log_actions(self) -> list[Logged]:
-        """Start to log what runs; the list that grows."""
+    def log_actions(self, *, held: bool = True) -> list[Logged]:
+        """Start to log what runs; the list that grows.
+
+        Args:
+            held: whether to sum up what stages hold, which takes as long as a small action.
+        """
         log: list[Logged] = []
         for stage in self._stages:
-            stage.log = log
+            stage.log, stage.weighs = log, held
         return log
 
     def run(self, *, training: bool) -> None:

@@ -54,9 +54,9 @@ def collective_s(link: Link, kind: str, group: int, size_bytes: int) -> float:
     """
     if group == 1:
         return 0.0
-    measured = _measured(link, kind)
-    if measured:
-        return float(_as_measured_s(measured, group, np.array([size_bytes], dtype=float))[0])
+    known = measured_s(link, kind, group, size_bytes)
+    if known is not None:
+        return known
     return min(float(algorithm_s(a, link, kind, group, size_bytes)) for a in _usable(link, kind, group))
 
 
@@ -74,6 +74,12 @@ def _usable(link: Link, kind: str, group: int) -> list[Algorithm]:
     if not found:
         raise KeyError(kind)
     return found
+
+
+def measured_s(link: Link, kind: str, group: int, size_bytes: int) -> float | None:
+    """Seconds of ``kind`` as it was measured over ``link``; None where it was not. Also of kinds that no plan chooses, as broadcasts."""
+    measured = _measured(link, kind)
+    return float(_as_measured_s(measured, group, np.array([size_bytes], dtype=float))[0]) if measured else None
 
 
 @lru_cache(maxsize=1 << 10)

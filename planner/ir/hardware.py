@@ -46,7 +46,8 @@ class Measured:
     """Collectives of one kind in groups of one size, measured over a link.
 
     Attributes:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``all_to_all``.
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``all_to_all``; also what one controller does (``broadcast``,
+            ``scatter``, ``gather``).
         group: ranks of a group.
         sizes_bytes: the larger of a rank's input and output, ascending.
         seconds: of one collective of each size; a larger one takes no less.
