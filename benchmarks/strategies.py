@@ -2,21 +2,21 @@
 
     python benchmarks/strategies.py [--ranks 4] [--rounds 7] [--only ddp ...] [--json]
 
-First the ranks measure, all at once as they will run: matmul rate, memory rate, cost of a small op, cost of gloo collectives by size and
-group, cost of an action of a pipeline besides its kernels and messages. With that record every strategy is planned for two models; then
-all of them run in turn, round by round, so that what else the machine does falls on all alike; of two steps in a row the second is
-timed. A step is forward and backward; the optimizer runs outside the clock, but does run, so that what is gathered once per step is
+First the ranks measure, all at once as they will run (``machine.py``): rates of matmuls, memory and functions, cost of a small op, of
+gloo's collectives by kind, size and group, of messages, and of an action of a pipeline besides its kernels. With that record every
+strategy is planned for two models; then all of them run in turn, round by round, so that what else the machine does falls on all
+alike; of two steps in a row the second is timed. What is one plan by several names runs once. A step is forward and backward; the optimizer runs outside the clock, but does run, so that what is gathered once per step is
 gathered. Nothing is fitted to the strategies.
 
 Where there are more ranks than cores, wall clock tells how ranks wait for a core, not how fast a strategy is: one that leaves ranks
 idle looks fast. The time of a step is therefore that of ranks with a core each: the CPU seconds of a rank's process, all its threads,
 gloo's too. Every rank is held to one core: else gloo's thread spins on a lock whose holder waits for another core, for longer than the
-step takes. Without stages the time is the busiest rank's; with stages the step is replayed, as benchmarks/pipeline.py does: each rank's
+step takes. Ranks that share a core send each other for less, so which do changes from round to round. Without stages the time is the busiest rank's; with stages the step is replayed, as benchmarks/pipeline.py does: each rank's
 actions in the order in which they ran, each with its own CPU seconds, to which what the rank does beside its actions is added in
 proportion. The machine is measured by the same clock, collectives between kernels as in a step. Freed memory is kept, as a GPU's
 allocator keeps it. Wall seconds are printed too.
 
-Printed: seconds, Spearman's rank correlation of predicted and measured times (equal predictions share a rank), and the regret of
+Printed: seconds, Spearman's rank correlation of predicted and measured times over distinct plans (equal predictions share a rank), and the regret of
 ``auto``: its measured time over the best measured.
 """
 
@@ -247,20 +247,20 @@ def planned(name: str, ranks: int, hardware: Hardware, strategies: Sequence[str]
 
 
 def run_all(name: str, ready: Sequence[Ready], rounds: int) -> dict[str, tuple[float, float]]:
-    """By strategy: median seconds of a step, of ranks with a core each and by the wall clock; on every rank."""
+    """By hash of the plan: median seconds of a step, of ranks with a core each and by the wall clock; on every rank."""
     make, make_batch = MODELS[name]
     batch, modules, times = make_batch(), dict[str, Any](), dict[str, list[tuple[list[float], float]]]()
-    for r in ready:
+    for r in {r.plan.hash: r for r in reversed(ready)}.values():  # what is one plan by two names runs once
         torch.manual_seed(0)
-        modules[r.strategy] = build(make(), r.capture, r.plan, init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizers = {s: torch.optim.SGD(list(pm.parameters()), lr=1e-4, foreach=True) for s, pm in modules.items()}
+        modules[r.plan.hash] = build(make(), r.capture, r.plan, init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizers = {h: torch.optim.SGD(list(pm.parameters()), lr=1e-4, foreach=True) for h, pm in modules.items()}
     gc.collect()
     gc.freeze()  # all that is there stays: none of the steps shall pay for looking through it
     for turn in range(rounds):
         pin(turn)
-        for strategy, pm in modules.items():
+        for plan, pm in modules.items():
             for _ in range(2):  # the first brings back what others drove from the caches: steps follow steps of their like
-                optimizers[strategy].zero_grad(set_to_none=True)
+                optimizers[plan].zero_grad(set_to_none=True)
                 log = pm._programs[0].engine.log_actions(held=False) if pm.plan.pipeline else []
                 dist.barrier()
                 began, cpu = time.perf_counter(), time.process_time()
@@ -268,9 +268,9 @@ def run_all(name: str, ready: Sequence[Ready], rounds: int) -> dict[str, tuple[f
                 busy = time.process_time() - cpu
                 dist.barrier()
                 wall = time.perf_counter() - began
-                optimizers[strategy].step()
-            times.setdefault(strategy, []).append((_with_a_core_each(pm.plan, busy, log), wall))
-    return {s: (_over_turns([c for c, _ in found]), statistics.median(w for _, w in found)) for s, found in times.items()}
+                optimizers[plan].step()
+            times.setdefault(plan, []).append((_with_a_core_each(pm.plan, busy, log), wall))
+    return {h: (_over_turns([c for c, _ in found]), statistics.median(w for _, w in found)) for h, found in times.items()}
 
 
 def pin(turn: int) -> None:
@@ -355,9 +355,10 @@ def run_model(name: str, hardware: Hardware, options: argparse.Namespace) -> lis
         {
             "model": name,
             "strategy": r.strategy,
+            "plan": r.plan.hash[:12],
             "predicted_s": r.plan.predicted.step_time_s,
-            "measured_s": measured[r.strategy][0],
-            "wall_s": measured[r.strategy][1],
+            "measured_s": measured[r.plan.hash][0],
+            "wall_s": measured[r.plan.hash][1],
             "mesh": list(r.plan.mesh.sizes),
             "stages": 1 if r.plan.pipeline is None else r.plan.pipeline.degree,
         }
@@ -372,13 +373,16 @@ def spearman(first: list[float], second: list[float]) -> float:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Spearman over the strategies of one model, and the regret of auto."""
-    measured = {r["strategy"]: r["measured_s"] for r in rows}
+    """Spearman over the distinct plans of one model, and the regret of auto."""
+    plans = list({r["plan"]: r for r in rows}.values())
+    predicted, measured, wall = ([r[f"{what}_s"] for r in plans] for what in ("predicted", "measured", "wall"))
+    auto = next((r["measured_s"] for r in rows if r["strategy"] == "auto"), None)
     return {
         "model": rows[0]["model"],
-        "spearman": spearman([r["predicted_s"] for r in rows], [r["measured_s"] for r in rows]),
-        "spearman_wall": spearman([r["predicted_s"] for r in rows], [r["wall_s"] for r in rows]),
-        "regret": measured["auto"] / min(measured.values()) if "auto" in measured else None,
+        "plans": len(plans),
+        "spearman": spearman(predicted, measured),
+        "spearman_wall": spearman(predicted, wall),
+        "regret": None if auto is None else auto / min(measured),
         "load": os.getloadavg()[0],
     }
 
@@ -407,7 +411,7 @@ def main() -> None:
         regret = "-" if told["regret"] is None else f"{told['regret']:.2f}"
         figures = ("stages", "mesh", "predicted", "measured", "ratio", "wall")
         table = make_table(
-            f"{told['model']}, ms a step: Spearman {told['spearman']:.2f} (with the wall clock "
+            f"{told['model']}, ms a step, {told['plans']} plans: Spearman {told['spearman']:.2f} (with the wall clock "
             f" {told['spearman_wall']:.2f}), regret of auto {regret}, load {told['load']:.1f}",
             "strategy",
             *figures,

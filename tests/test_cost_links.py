@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+import meshwright as mw
 from meshwright.planner.cost.comm import collective_s, collectives_s
 from meshwright.planner.cost.links import GLOO
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.hardware import Link, Measured
+from meshwright.planner.ir.mesh import MeshShape
+from tests.helpers.models import ALL
+from tests.helpers.prepared import toy_hardware
 
 PAIRS = Measured("all_reduce", 2, (100, 200, 400), (1.0, 1.0, 5.0))
 EIGHT = Measured("all_reduce", 8, (100, 400), (3.0, 9.0))
@@ -51,3 +57,18 @@ def test_many_at_once_cost_what_each_does_and_larger_ones_no_less(group, sizes):
 def test_measurements_that_make_no_sense_are_refused(group, sizes, seconds):
     with pytest.raises(InputError, match=f"measured all_reduce of groups of {group}: found .*; needed are"):
         Measured("all_reduce", group, sizes, seconds)
+
+
+def test_one_controller_pays_for_each_parameter_what_a_broadcast_was_measured_to_take():
+    case, mesh, seconds = ALL["gpt2"], MeshShape.of(2), 7.0
+    plain = toy_hardware(mesh)
+    told = Link(
+        "toy", plain.links[0].bytes_per_s, 1e-7, "made up for tests", (Measured("broadcast", 2, (0, 1 << 40), (seconds,) * 2),)
+    )
+    plan = mw.plan(
+        case.model(), mesh, case.batch(), strategy="data_parallel", hardware=replace(plain, links=(told,)), alternatives=False
+    )
+    (broadcast,) = (c for c in plan.collectives if c.kind == "broadcast")
+    assert broadcast.time_s == pytest.approx(seconds * len({id(p) for p in case.model().parameters()}))
+    (scatter,) = (c for c in plan.collectives if c.kind == "scatter")
+    assert scatter.time_s < 1e-3
