@@ -123,13 +123,13 @@ def _plan_with_or_without_stages(
 
     early: list[Plan] = []
 
-    def is_beaten(bound_s: float) -> bool:
-        staged = in_stages(bound_s * (1 - CLEARLY)) if math.isfinite(bound_s) else None
+    def beats(bound_s: float) -> float:
+        staged = in_stages(bound_s * (1 - CLEARLY))
         early.extend([] if staged is None else [staged])
-        return staged is not None
+        return math.inf if staged is None else staged.predicted.step_time_s
 
     try:
-        plan = _plan_whole(captured, target, request, model, tell, is_beaten)
+        plan = _plan_whole(captured, target, request, model, tell, beats)
     except InfeasibleError as e:
         if not degrees or e.binding != "memory":
             raise
@@ -141,8 +141,9 @@ def _plan_with_or_without_stages(
     if isinstance(plan, search.Beaten):
         note = f"without pipeline stages: at least {plan.bound_s:.4g} s per step on any mesh of one or two axes"
         return replace(early[0], notes=(*early[0].notes, note), alternatives=plan.alternatives)
-    found = in_stages(plan.predicted.step_time_s * (1 - WORTH_STAGES))
-    if found is None:
+    bar_s = plan.predicted.step_time_s * (1 - WORTH_STAGES)
+    found = early[0] if early else in_stages(bar_s)
+    if found is None or found.predicted.step_time_s >= bar_s:
         return plan
     note = f"without pipeline stages: {plan.predicted.step_time_s:.4g} s per step on mesh {plan.mesh}"
     return replace(found, notes=(*found.notes, note), alternatives=plan.alternatives)
@@ -164,15 +165,15 @@ def _plan_whole(
     request: Request,
     model: str,
     tell: debug.Progress,
-    is_beaten: Callable[[float], bool] = lambda bound_s: False,
+    beats: Callable[[float], float] = lambda bound_s: math.inf,
 ) -> Plan | search.Beaten:
     """The plan of the whole program on all devices of ``target``, unless all are beaten."""
     options = request.options(model, tell)
     meshes = logical_meshes(target.topology, request.mesh_request(), search=target.searched)
     split = partial(finer, target.topology) if len(meshes) > 1 else None
-    found, notes = _folded_plan(captured, meshes, options, split, tell, is_beaten)
+    found, notes = _folded_plan(captured, meshes, options, split, tell, beats)
     if found is None:
-        found = search.search_unless_beaten(captured.unfolded, meshes, options, split, is_beaten)
+        found = search.search_unless_beaten(captured.unfolded, meshes, options, split, beats)
     return found if isinstance(found, search.Beaten) else replace(found, notes=(*found.notes, *captured.notes, *notes))
 
 
@@ -277,13 +278,13 @@ def _folded_plan(
     options: search.Options,
     split: search.Finer | None,
     tell: debug.Progress,
-    is_beaten: Callable[[float], bool],
+    beats: Callable[[float], float],
 ) -> tuple[Plan | search.Beaten | None, tuple[str, ...]]:
     """The plan of the folded program said of the whole one; None, and why, where it does not stand for it."""
     if not captured.repeats:
         return None, ()
     try:
-        found = search.search_unless_beaten(captured, meshes, options, split, is_beaten)
+        found = search.search_unless_beaten(captured, meshes, options, split, beats)
     except Unlike as e:
         return None, (f"planned whole: {e}",)
     if isinstance(found, search.Beaten):

@@ -28,6 +28,9 @@ _NEAR = 0.85
 _HURTS = 0.02
 """Memory makes a level slower if it raises its bound by more than this part; then the most promising level is planned first."""
 
+_ROUGH, _CLOSE = -0.1, 0.03
+"""Bounds so much below the lowest, or above it, are tight enough: to see whether other plans are better at all; to tell the levels apart."""
+
 _A_LOOK = (1, 2)
 """So many meshes tell as a rule whether memory hurts."""
 
@@ -78,59 +81,76 @@ class Tried(Generic[Found]):
     is_free: bool
 
 
-Try = Callable[[Recompute], Tried[Found]]
-# Lower bounds of any plan's time with a choice, within the memory limit and without one: on the first few meshes, or on all. Those above
-# what else is known of need not be tight.
-Promise = Callable[[Recompute, int | None, float], tuple[float, float]]
+def _nothing(bound_s: float) -> float:
+    return math.inf
 
 
-def best(
-    program: Recomputable,
-    limit_bytes: int,
-    attempt: Try[Found],
-    promise: Promise,
-    *,
-    training: bool,
-    is_beaten: Callable[[float], bool] = lambda bound_s: False,
-) -> list[Tried[Found]]:
+@dataclass(frozen=True)
+class Asks(Generic[Found]):
+    """What is asked of choices.
+
+    Attributes:
+        attempt: plans one.
+        promise: lower bounds of any plan's time with one, within the memory limit and without one, far cheaper than a plan; those above
+            so many seconds by more than a part need not be tight, or those below by less than it where it is negative.
+        is_hurt: whether memory makes all plans on so many meshes slower by more than a part; cheaper still.
+        beats: seconds of something else that takes clearly less than so many; infinite where there is none. It is asked once, and only
+            where memory makes all plans slower: then no bound above it need be known.
+    """
+
+    attempt: Callable[[Recompute], Tried[Found]]
+    promise: Callable[[Recompute, float, float], tuple[float, float]]
+    is_hurt: Callable[[Recompute, int, float], bool]
+    beats: Callable[[float], float] = _nothing
+
+
+def best(program: Recomputable, limit_bytes: int, asks: Asks[Found], *, training: bool) -> list[Tried[Found]]:
     """All choices that were tried, the best one first; none where all are beaten.
 
     Args:
         program: the program.
         limit_bytes: memory per device.
-        attempt: plans one choice.
-        promise: bounds of one choice, far cheaper than a plan.
+        asks: what tells of them.
         training: whether there is a backward at all.
-        is_beaten: whether something else is known that no plan of any choice can beat, which take at least so many seconds; asked where
-            memory makes all of them slower.
     """
     known: dict[str, Tried[Found]] = {}
-    for level in _most_promising_first(promise, is_beaten) if training else LEVELS[:1]:
+    for level in _most_promising_first(asks) if training else LEVELS[:1]:
         if not any(t.is_free and LEVELS.index(lower) < LEVELS.index(level) for lower, t in known.items()):
-            known[level] = attempt(Recompute(level))
+            known[level] = asks.attempt(Recompute(level))
     tried = [known[level] for level in LEVELS if level in known]
     if not tried:
         return []
     chosen = min(range(len(tried)), key=lambda i: tried[i].step_time_s)
     if chosen and tried[chosen].found is not None:
-        tried += _mixtures(program, limit_bytes, attempt, tried[chosen - 1], tried[chosen])
+        tried += _mixtures(program, limit_bytes, asks.attempt, tried[chosen - 1], tried[chosen])
     return sorted(tried, key=lambda t: t.step_time_s)
 
 
-def _most_promising_first(promise: Promise, is_beaten: Callable[[float], bool]) -> Iterator[str]:
-    """The levels; in their order unless memory makes the first one slower wherever one looks."""
-    for few in _A_LOOK:
-        if _is_unhurt(promise(Recompute(LEVELS[0]), few, math.inf)):
-            yield from LEVELS
-            return
-    bounds: dict[str, float] = {}
-    for level in (*LEVELS[:0:-1], LEVELS[0]):  # from the one that memory hurts least: what is above its bound need not be known
-        promised = promise(Recompute(level), None, min(bounds.values(), default=math.inf))
-        bounds[level] = promised[0]
-    if _is_unhurt(promised):
+def _most_promising_first(asks: Asks[Found]) -> Iterator[str]:
+    """The levels; in their order unless memory makes the first one slower wherever one looks; none where all are beaten."""
+    if not all(asks.is_hurt(Recompute(LEVELS[0]), few, _HURTS) for few in _A_LOOK):
         yield from LEVELS
-    elif not is_beaten(min(bounds.values())):
-        yield from sorted(LEVELS, key=bounds.__getitem__)
+        return
+    bounds, is_unhurt, beaten_s = _promised(asks, _ROUGH, asks.beats)
+    if min(bounds.values()) >= beaten_s:
+        return
+    if not is_unhurt:
+        bounds, is_unhurt, _ = _promised(asks, _CLOSE)
+    yield from LEVELS if is_unhurt else sorted(LEVELS, key=bounds.__getitem__)
+
+
+def _promised(
+    asks: Asks[Found], close: float, beats: Callable[[float], float] = lambda bound_s: math.inf
+) -> tuple[dict[str, float], bool, float]:
+    """Lower bounds of the levels, whether memory makes the first one no slower, and what else is known that beats one of the bounds."""
+    bounds: dict[str, float] = {}
+    beaten_s = math.inf
+    for level in (*LEVELS[:0:-1], LEVELS[0]):  # from the one that memory hurts least: what is above its bound need not be known
+        promised = asks.promise(Recompute(level), min([*bounds.values(), beaten_s]), close)
+        bounds[level] = promised[0]
+        if math.isinf(beaten_s) and math.isfinite(promised[0]):
+            beaten_s, beats = beats(promised[0]), lambda bound_s: math.inf
+    return bounds, _is_unhurt(promised), beaten_s
 
 
 def _is_unhurt(promised: tuple[float, float]) -> bool:
@@ -139,7 +159,11 @@ def _is_unhurt(promised: tuple[float, float]) -> bool:
 
 
 def _mixtures(
-    program: Recomputable, limit_bytes: int, attempt: Try[Found], lower: Tried[Found], higher: Tried[Found]
+    program: Recomputable,
+    limit_bytes: int,
+    attempt: Callable[[Recompute], Tried[Found]],
+    lower: Tried[Found],
+    higher: Tried[Found],
 ) -> list[Tried[Found]]:
     """Plans between two levels: the fewest blocks at the higher one with which a plan fits."""
     tried: list[Tried[Found]] = []

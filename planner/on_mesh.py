@@ -216,23 +216,37 @@ class OnMesh:
         ahead = self._task(name, limited=True, beat_s=0.0).ahead
         return ahead.about_s <= ahead.bound_s * (1 + self.program.options.effort.gap)
 
+    def is_usual(self, name: str) -> bool:
+        """Whether :meth:`bound_s` showed what memory is worth, if anything."""
+        return self._task(name, limited=True, beat_s=0.0).ahead.is_usual
+
     def _task(self, name: str, *, limited: bool, beat_s: float, effort: Effort | None = None) -> Task:
-        """A strategy's problem, and what is known of it; computed once, and again where a bound was once high enough that is not now."""
+        """A strategy's problem, and what is known of it; computed once, and further where a bound was once high enough that is not now."""
         known = self._tasks.get((name, limited))
-        if known is None or (known.ahead.is_short and known.ahead.bound_s < beat_s):
-            tables = self.tables_for(name)
+        if known is None:
+            self._tasks[name, limited] = known = self._new_task(name, limited, beat_s, effort or self.program.options.effort)
+        elif known.ahead.is_short and known.ahead.look is not None and known.ahead.bound_s < beat_s:
             with self.program.clock.phase("bound"):
-                whole, effort = self._whole(name, tables), effort or self.program.options.effort
-                problem = replace(tables.problem, memory_limit_bytes=self._limit_bytes if limited else None)
-                settled = known.restriction if known else settle_avoided(problem, whole, tables.cache, effort)
-                likely = known.ahead.prices if known else self.program.prices.get(name)
-                ahead = look_ahead(problem, settled, tables.cache, effort, beat_s, likely) if settled else nothing_left(problem)
-                if limited:
-                    self.unlimited.bound_s = max(self.unlimited.bound_s, ahead.free_bound_s)
-                if ahead.chosen is not None or name not in self.program.prices:
-                    self.program.prices[name] = ahead.prices
-                self._tasks[name, limited] = Task(tables, problem, settled or whole, ahead)
-        return self._tasks[name, limited]
+                self._tasks[name, limited] = known = replace(known, ahead=known.ahead.look.until(beat_s))
+        else:
+            return known
+        if limited:
+            self.unlimited.bound_s = max(self.unlimited.bound_s, known.ahead.free_bound_s)
+        before = self.program.prices.get(name)
+        if known.ahead.chosen is not None or (
+            known.ahead.is_usual and (before is None or not before.is_for(self.tables_for(name).problem))
+        ):
+            self.program.prices[name] = known.ahead.prices
+        return known
+
+    def _new_task(self, name: str, limited: bool, beat_s: float, effort: Effort) -> Task:
+        tables = self.tables_for(name)
+        with self.program.clock.phase("bound"):
+            whole = self._whole(name, tables)
+            problem = replace(tables.problem, memory_limit_bytes=self._limit_bytes if limited else None)
+            settled, likely = settle_avoided(problem, whole, tables.cache, effort), self.program.prices.get(name)
+            ahead = look_ahead(problem, settled, tables.cache, effort, beat_s, likely) if settled else nothing_left(problem)
+            return Task(tables, problem, settled or whole, ahead)
 
     @property
     def trained(self) -> Trained:

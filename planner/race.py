@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.plan import MeshTried
@@ -19,6 +18,10 @@ from meshwright.planner.solve.optimise import Effort, Excluded, NoPlanFoundError
 _NOTHING_FITS = float("inf")
 # Bounds further above the lowest than this part of it are not made any tighter: such meshes are looked at last.
 _CLOSE = 0.03
+# A mesh is looked at so often: roughly, then as well as it takes.
+_LOOKS = 2
+# Bounds that should differ by a part do not because of how numbers are rounded.
+_ROUNDED = 1 + 1e-9
 # How often the solver is shown memory that it did not see, and how much more than that.
 _TIGHTENINGS, _SAFELY = 6, 1.01
 # How many of the finer meshes are solved, and what is said of them.
@@ -50,8 +53,7 @@ class Race:
     _points: dict[str, None] = field(default_factory=dict)
 
     def run(self, meshes: Sequence[OnMesh]) -> Race:
-        """Look at every mesh: bounds first, of one axis and then of axes of about equal sizes, which are low as a rule; those well
-        above the lowest need not be tight."""
+        """Look at every mesh: bounds first; those well above the lowest need not be tight."""
         bounds: dict[int, float] = {}
         for k, bound in self._bounds(meshes):
             if bound < self.beat_s and meshes[k].is_foreseen(self.name):  # then it costs next to nothing to know it
@@ -62,23 +64,43 @@ class Race:
             self._look_at(meshes[k], bounds[k])
         return self
 
-    def bounds_s(self, meshes: Sequence[OnMesh], few: int | None = None, enough_s: float = math.inf) -> tuple[float, float]:
-        """Lower bounds of any plan on any of the meshes, or on the first ``few``: within the memory limit, and without one; infinite where
-        the strategy cannot be had. Bounds well above ``enough_s`` need not be tight."""
-        bounds = dict(islice(self._bounds(meshes, enough_s), few))
-        free = [max(meshes[k].floor_s, meshes[k].unlimited.bound_s) for k in bounds]
-        return min(bounds.values(), default=math.inf), min(free, default=math.inf)
+    def bounds_s(self, meshes: Sequence[OnMesh], enough_s: float = math.inf, close: float = _CLOSE) -> tuple[float, float]:
+        """Lower bounds of any plan on any of the meshes, within the memory limit and without one; infinite where the strategy cannot be had.
+        Bounds further above ``enough_s`` or the lowest than ``close`` need not be tight, or further below where it is negative."""
+        bounds = dict(self._bounds(meshes, enough_s, close))
+        return min(bounds.values(), default=math.inf), self._free_s([meshes[k] for k in bounds])
+
+    def is_hurt(self, meshes: Sequence[OnMesh], part: float) -> bool:
+        """Whether memory makes plans on all of some meshes slower by more than a part: no bound is made any tighter than that takes."""
+        free_s, before = 0.0, -math.inf
+        while free_s > before:
+            bounds = [self._bound_s(on, free_s * (1 + part) * _ROUNDED) for on in meshes]
+            free_s, before = self._free_s([on for on, bound in zip(meshes, bounds, strict=True) if bound is not None]), free_s
+        return min((b for b in bounds if b is not None), default=math.inf) > free_s * (1 + part)
+
+    def _free_s(self, meshes: Sequence[OnMesh]) -> float:
+        return min((max(on.floor_s, on.unlimited.bound_s) for on in meshes), default=math.inf)
 
     def _bounds(self, meshes: Sequence[OnMesh], enough_s: float = math.inf, close: float = _CLOSE) -> Iterator[tuple[int, float]]:
         """Index and bound of the meshes that the strategy can be had on; bounds further above ``enough_s`` or the lowest than
-        ``close`` need not be tight."""
-        enough = enough_s * (1 + close)
-        for k in sorted(range(len(meshes)), key=lambda k: (meshes[k].mesh.num_axes > 1, max(meshes[k].mesh.sizes))):
-            on, enough = meshes[k], min(enough, self.beat_s)
-            bound = on.floor_s if on.floor_s >= enough else self._bound_s(on, enough)
-            if bound is not None:
-                yield k, bound
-                enough = min(enough, bound * (1 + close))
+        ``close`` need not be tight. Meshes that are good as a rule come first until one shows what overlap and memory are worth; then all
+        others are looked at roughly, and the one that promises most is looked at more closely."""
+        enough, known = enough_s * (1 + max(close, 0.0)), False
+        place = {id(on): k for k, on in enumerate(most_promising(meshes))}
+        waiting = [(on.floor_s, 0, place[id(on)], k) for k, on in enumerate(meshes)]
+        while waiting:
+            item = min(waiting) if known else min(waiting, key=lambda item: item[2])
+            waiting.remove(item)
+            (bound_s, looks, _, k), enough = item, min(enough, self.beat_s)
+            if bound_s >= enough or looks == _LOOKS:
+                yield k, bound_s
+                continue
+            is_last = looks or not known
+            found = self._bound_s(meshes[k], enough if is_last else 0.0)
+            if found is not None:
+                enough = min(enough, found * (1 + close)) if is_last and found < enough else enough
+                waiting.append((found, _LOOKS if is_last else 1, *item[2:]))
+                known = known or meshes[k].is_usual(self.name)
 
     def beat(self, found: Found) -> None:
         """Take a plan that was found otherwise."""
@@ -210,3 +232,8 @@ class Race:
 
     def on_infeasible(self) -> list[OnMesh]:
         return [on for on, t in self.tried if t.verdict == "infeasible"]
+
+
+def most_promising(meshes: Sequence[OnMesh]) -> list[OnMesh]:
+    """The meshes in the order in which they are good as a rule: one axis first, then axes of about equal sizes."""
+    return sorted(meshes, key=lambda on: (on.mesh.num_axes > 1, max(on.mesh.sizes)))

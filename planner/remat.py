@@ -37,7 +37,7 @@ from torch import fx
 
 from meshwright.planner.ir.graph import Capture, GraphOutput, Op, OpGraph, fx_value, ops_of
 from meshwright.planner.ir.recompute import Recompute
-from meshwright.planner.joint import joint_module
+from meshwright.planner.joint import joint_module, written
 from meshwright.planner.kinds import argument, packet
 from meshwright.planner.order import finish_gradients_early, widen_late
 from meshwright.planner.solve.backend import min_cut
@@ -267,7 +267,7 @@ class _Rewriter:
 
     def _write(self, node: fx.Node) -> fx.Node:
         args, kwargs = self._reading((node.args, node.kwargs), self.again)
-        copy = self.graph.create_node("call_function", node.target, args, kwargs, name=f"{node.name}_r")
+        copy = written(self.graph, node.target, args, kwargs, f"{node.name}_r")
         copy.meta = {**node.meta, "phase": "backward", "recompute_of": node.name}
         return copy
 

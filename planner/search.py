@@ -29,7 +29,7 @@ from meshwright.planner.meshes import LogicalMesh
 from meshwright.planner.on_mesh import Found, OnMesh, rows_of
 from meshwright.planner.options import Clock, Options
 from meshwright.planner.program import Program
-from meshwright.planner.race import Race
+from meshwright.planner.race import Race, most_promising
 from meshwright.planner.solve.bundle import Prices
 from meshwright.planner.solve.optimise import Effort
 from meshwright.planner.solve.strategies import STRATEGIES, axis_name_rules, strategy_named
@@ -108,15 +108,16 @@ def search_plan(
 
 
 def search_unless_beaten(
-    source: Recomputable, meshes: Sequence[LogicalMesh], options: Options, finer: Finer | None, is_beaten: Callable[[float], bool]
+    source: Recomputable, meshes: Sequence[LogicalMesh], options: Options, finer: Finer | None, beats: Callable[[float], float]
 ) -> Plan | Beaten:
     """As :func:`search_plan`, unless something else is known that no plan can beat.
 
     Args:
         source, meshes, options, finer: as of :func:`search_plan`.
-        is_beaten: whether there is, given what any plan takes at least; asked once, and only where memory makes all plans slower.
+        beats: seconds of what else is known that takes clearly less than so many; infinite where there is nothing. Asked once, and only where
+            memory makes all plans slower.
     """
-    return _Levels(source, meshes, options, is_beaten).plan(finer)
+    return _Levels(source, meshes, options, beats).plan(finer)
 
 
 class _Levels:
@@ -127,10 +128,10 @@ class _Levels:
         source: Recomputable,
         meshes: Sequence[LogicalMesh],
         options: Options,
-        is_beaten: Callable[[float], bool] = lambda bound_s: False,
+        beats: Callable[[float], float] = lambda bound_s: math.inf,
     ):
         self.source, self.meshes, self.options = source, meshes, options
-        self._is_beaten_by, self._bound_s = is_beaten, 0.0
+        self._beats, self._bounds = beats, dict[Recompute, float]()
         self.clock = Clock(options.progress)
         self.limit_bytes = options.memory_limit(meshes[0].hardware)
         self.best: Tried[_Search] | None = None
@@ -144,23 +145,24 @@ class _Levels:
         if self.options.recompute is not None:
             tried = [self._attempt(Recompute(self.options.recompute))]
         else:
-            attempt, promise = self._attempt, self._promise
-            training = self.source.capture_at(Recompute()).training
-            tried = levels.best(self.source, self.limit_bytes, attempt, promise, training=training, is_beaten=self._is_beaten)
+            asks = levels.Asks(self._attempt, self._promise, self._is_hurt, self._beats)
+            tried = levels.best(self.source, self.limit_bytes, asks, training=self.source.capture_at(Recompute()).training)
         if not tried:
-            return Beaten(self._bound_s, self._alternatives())
+            return Beaten(min(self._bounds.values()), self._alternatives())
         found = [t.found for t in tried if t.found is not None]
         search = found[0] if found[0].raced.best is not None else found[-1]
         plan = search.plan(search.raced, finer)
         return replace(plan, notes=(*plan.notes, *_recompute_note(tried[1:])))
 
-    def _promise(self, recompute: Recompute, few: int | None, enough_s: float) -> tuple[float, float]:
+    def _promise(self, recompute: Recompute, enough_s: float, close: float) -> tuple[float, float]:
         search = self._search(recompute)
-        return (math.inf, math.inf) if isinstance(search, Tried) else search.bounds_s(few, enough_s)
+        promised = (math.inf, math.inf) if isinstance(search, Tried) else search.bounds_s(enough_s, close)
+        self._bounds[recompute] = promised[0]
+        return promised
 
-    def _is_beaten(self, bound_s: float) -> bool:
-        self._bound_s = bound_s
-        return self._is_beaten_by(bound_s)
+    def _is_hurt(self, recompute: Recompute, few: int, part: float) -> bool:
+        search = self._search(recompute)
+        return isinstance(search, Tried) or search.is_hurt(few, part)
 
     def _alternatives(self) -> tuple[Alternative, ...]:
         """The named strategies with the most recomputation that can be had."""
@@ -275,9 +277,16 @@ class _Search:
         with self.clock.phase("check"):
             return checked_plan(self.program, self.raced.name, found, found.bound_s, (), ()).predicted
 
-    def bounds_s(self, few: int | None, enough_s: float) -> tuple[float, float]:
+    def bounds_s(self, enough_s: float, close: float) -> tuple[float, float]:
         """As :meth:`Race.bounds_s`."""
-        return Race(strategy_named(self.options.strategy).name, self.options.effort).bounds_s(self.meshes, few, enough_s)
+        return self._new_race().bounds_s(self.meshes, enough_s, close)
+
+    def is_hurt(self, few: int, part: float) -> bool:
+        """As :meth:`Race.is_hurt`, on the first few meshes."""
+        return self._new_race().is_hurt(most_promising(self.meshes)[:few], part)
+
+    def _new_race(self) -> Race:
+        return Race(strategy_named(self.options.strategy).name, self.options.effort)
 
     def attempt(self, known_s: float) -> Tried[_Search]:
         """What :meth:`race` finds, as one choice of recomputation."""

@@ -17,6 +17,7 @@ from torch import fx
 
 from meshwright.planner.correspond import RANDOM, Match, child_of
 from meshwright.planner.ir.graph import GraphInput, GraphOutput, OpGraph, fx_value
+from meshwright.planner.joint import written
 
 _ROLES = ("parameter", "buffer", "input", "constant", "seed", "tangent")
 
@@ -92,7 +93,7 @@ class _Splicer:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.made[self._read(node, n, k)])
         if node.target is RANDOM:
             args = (args[0], self._numbered(node, k), *args[2:])
-        copy = self.new.create_node("call_function", node.target, args, kwargs, name=copy_name(node.name, k))
+        copy = written(self.new, node.target, args, kwargs, copy_name(node.name, k))
         copy.meta = self._meta(node, k)
         self.made[node, k] = copy
 

@@ -73,7 +73,7 @@ _MISSED = 1.03
 _PER_HALVING = 0.04
 """Part by which communication is expected to make a step longer each time that sequence or model are cut in two, until it is known."""
 
-_ROUGH = Effort(gap=2e-2, nodes=8, rounds=6, time_limit_s=5.0, columns=40_000, prices=4)
+_ROUGH = Effort(gap=3e-2, nodes=8, rounds=6, time_limit_s=5.0, columns=40_000, prices=4)
 """What the plan inside a stage is worth: what the cuts and the schedule cost beside it is simulated anyway."""
 
 Whole = Callable[[Plan], tuple[Plan, OpGraph, Mapping[str, str] | None]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -32,10 +33,16 @@ class Levels:
     def __init__(self, bounds: dict[str, tuple[float, float]]):
         self.bounds, self.planned, self.enough = bounds, list[str](), dict[str, float]()
 
-    def promise(self, recompute: Recompute, few: int | None, enough_s: float) -> tuple[float, float]:
-        if few is None:
-            self.enough[recompute.level] = enough_s
+    def promise(self, recompute: Recompute, enough_s: float, close: float) -> tuple[float, float]:
+        self.enough[recompute.level] = enough_s
         return self.bounds[recompute.level]
+
+    def is_hurt(self, recompute: Recompute, few: int, part: float) -> bool:
+        bound_s, free_s = self.bounds[recompute.level]
+        return bound_s > free_s * (1 + part)
+
+    def best(self, beats: Callable[[float], float] = lambda bound_s: math.inf) -> list[Tried[str]]:
+        return levels.best(Blocks(), 1, levels.Asks(self.attempt, self.promise, self.is_hurt, beats), training=True)
 
     def attempt(self, recompute: Recompute) -> Tried[str]:
         self.planned.append(str(recompute))
@@ -48,14 +55,14 @@ HURT = {"none": (3.0, 1.0), "selective": (1.5, 1.2), "full": (1.6, 1.4)}
 
 def test_where_memory_does_not_hurt_levels_come_in_their_order():
     asked = Levels({**HURT, "none": (1.0, 1.0)})
-    found = levels.best(Blocks(), 1, asked.attempt, asked.promise, training=True)
+    found = asked.best()
     assert asked.planned[0] == "none" and found[0].recompute.level == "none"
     assert not asked.enough, "only a look at few meshes"
 
 
 def test_where_it_does_the_lowest_bound_comes_first_and_no_bound_is_made_tighter_than_the_lowest():
     asked = Levels(HURT)
-    found = levels.best(Blocks(), 1, asked.attempt, asked.promise, training=True)
+    found = asked.best()
     assert asked.planned[:3] == ["selective", "full", "none"]
     assert found[0].step_time_s == 1.5
     assert asked.enough == {"full": math.inf, "selective": 1.6, "none": 1.5}
@@ -63,10 +70,16 @@ def test_where_it_does_the_lowest_bound_comes_first_and_no_bound_is_made_tighter
 
 def test_nothing_is_planned_where_all_is_beaten():
     asked, told = Levels(HURT), list[float]()
-    found = levels.best(
-        Blocks(), 1, asked.attempt, asked.promise, training=True, is_beaten=lambda bound_s: told.append(bound_s) or True
-    )
-    assert found == [] and asked.planned == [] and told == [1.5]
+    found = asked.best(beats=lambda bound_s: told.append(bound_s) or 1.4)
+    assert found == [] and asked.planned == []
+    assert told == [1.6], "asked once, as soon as one bound is known"
+    assert asked.enough == {"full": math.inf, "selective": 1.4, "none": 1.4}, "no other need be above what beats it"
+
+
+def test_all_is_planned_where_one_level_may_be_better_than_what_beats_another():
+    asked = Levels(HURT)
+    assert asked.best(beats=lambda bound_s: 1.55)[0].recompute.level == "selective"
+    assert asked.planned[:3] == ["selective", "full", "none"]
 
 
 # --- on a program -------------------------------------------------------------------------------------------------
@@ -81,16 +94,16 @@ def test_a_search_that_is_beaten_says_what_plans_take_at_least(tower: Folded, mo
     target = target_of("1x4xH100", None)
     meshes, told = logical_meshes(target.topology, MeshRequest(), search=True), list[float]()
 
-    def is_beaten(bound_s: float) -> bool:
+    def beats(bound_s: float) -> float:
         told.append(bound_s)
-        return True
+        return 0.8 * bound_s
 
-    best = search_unless_beaten(tower, meshes, Options(), None, is_beaten)
+    best = search_unless_beaten(tower, meshes, Options(), None, beats)
     assert isinstance(best, Plan) and not told, "memory hurts nowhere"
     monkeypatch.setattr(levels, "_HURTS", -1.0)
-    beaten = search_unless_beaten(tower, meshes, Options(), None, is_beaten)
-    assert isinstance(beaten, Beaten) and told == [beaten.bound_s]
-    assert 0.9 * best.objective_s < beaten.bound_s <= best.objective_s * (1 + 1e-6)
+    beaten = search_unless_beaten(tower, meshes, Options(), None, beats)
+    assert isinstance(beaten, Beaten) and told[0] >= beaten.bound_s
+    assert 0.7 * best.objective_s < beaten.bound_s <= best.objective_s * (1 + 1e-6)
     assert {a.strategy for a in beaten.alternatives} == {a.strategy for a in best.alternatives}
-    going_on = search_unless_beaten(tower, meshes, Options(), None, lambda bound_s: False)
+    going_on = search_unless_beaten(tower, meshes, Options(), None, lambda bound_s: math.inf)
     assert isinstance(going_on, Plan) and going_on.predicted.step_time_s == pytest.approx(best.predicted.step_time_s, rel=1e-2)

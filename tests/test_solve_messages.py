@@ -91,6 +91,7 @@ def test_a_chain_without_overlap_and_limit_is_solved_by_messages_alone():
         if not np.isfinite(np.concatenate(least)).any():
             continue
         messages = Messages(problem, Restriction(), NetworkCache())
+        messages.price(Prices.none(problem))
         messages.sweep(1)
         bound, proved = messages.proved()
         assert bound == pytest.approx(min(float(row.min()) for row in least), abs=1e-5), seed
@@ -116,6 +117,7 @@ def test_values_with_several_readers_are_exact_where_there_is_no_cycle():
         if best is None:
             continue
         messages = Messages(problem, Restriction(), NetworkCache())
+        messages.price(Prices.none(problem))
         messages.sweep(2)
         bound, _ = messages.proved()
         assert bound == pytest.approx(best.objective_s, abs=1e-5), seed

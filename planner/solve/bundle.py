@@ -55,6 +55,10 @@ class Prices:
         """Whether memory costs nothing."""
         return self.byte_s == 0.0
 
+    def is_for(self, problem: Problem) -> bool:
+        """Whether they say something of a problem's memory."""
+        return not self.is_free and len(self.term_s) == sum(len(p.terms) for p in problem.peaks)
+
 
 @dataclass(frozen=True)
 class Plane:
@@ -100,10 +104,14 @@ class Bundle:
         self._peak_of = np.repeat(np.arange(len(problem.peaks)), [len(p.terms) for p in problem.peaks])
         self._peak_weights = [p.weight for p in problem.peaks]
 
-    def add(self, prices: Prices, bound: float, plane: Plane | None) -> None:
-        """What was learned at some prices: a bound, and a plan if one was read."""
-        self.planes += [] if plane is None else [plane]
+    def add(self, prices: Prices, bound: float, plane: Plane) -> None:
+        """What was learned at some prices: a bound, and a plan."""
+        self.planes.append(plane)
         self._reach = min(1.0, self._reach * _WIDER) if bound >= self.bound else self._reach * _NARROWER
+        self.prove(prices, bound)
+
+    def prove(self, prices: Prices, bound: float) -> None:
+        """A bound at some prices."""
         if bound >= self.bound:
             self.bound, self.prices = bound, prices
 

@@ -1,6 +1,7 @@
 """What is known of a problem before any program is filled: a bound, candidates that cannot be of interest, and a plan.
 
-All by messages (:mod:`.messages`), at the prices of overlap and memory that planes propose (:mod:`.bundle`).
+All by messages (:mod:`.messages`), at the prices of overlap and memory that planes propose (:mod:`.bundle`); a plan near the bound is looked
+for where one is needed (:mod:`.balance`).
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshwright.planner.solve.balance import balanced, fits
 from meshwright.planner.solve.bundle import Bundle, Plane, Prices
 from meshwright.planner.solve.messages import Messages
-from meshwright.planner.solve.price import memory_of
 from meshwright.planner.solve.problem import Problem, Restriction
 from meshwright.planner.solve.program import NetworkCache, largest_memory_bytes
 
@@ -21,6 +22,8 @@ _PASSES, _WORTH = 32, 0.2
 _RISE, _PATIENCE = 0.3, 3
 # A bound so many times that without a memory limit: nothing fits, as a rule, and the solver says so sooner.
 _HOPELESS = 16.0
+# A plan is looked for until it is so near to the bound, as a part of the gap.
+_NEAR = 0.5
 # Floors are sums of many numbers: what is at most so much above a cutoff is kept.
 _EXACT = 1e-6
 
@@ -37,6 +40,7 @@ class Foresight:
         chosen: a plan that fits and is near to the bound; None where none was met.
         about_s: about what it costs, and at most that; infinite where there is none.
         is_short: whether a higher bound was not looked for, as this one was high enough.
+        look: what goes on from here; None where nothing is left.
     """
 
     bound_s: float
@@ -46,6 +50,12 @@ class Foresight:
     chosen: tuple[int, ...] | None
     about_s: float
     is_short: bool = False
+    look: Look | None = None
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether memory does not cost so much that nothing fits as a rule."""
+        return self.bound_s <= _HOPELESS * self.free_bound_s
 
     def below(self, restriction: Restriction, cutoff_s: float) -> Restriction | None:
         """The restriction without what only plans of at least ``cutoff_s`` use; None where nothing else is left."""
@@ -78,51 +88,89 @@ def foresee(
         cache: reduced networks of the problem.
         gap: relative gap that is of interest: finer prices are not looked for.
         rounds: prices tried at most.
-        beat_s: a bound as high as this is high enough.
+        beat_s: a bound as high as this is high enough; the look can go on later.
         likely: prices to try early, first where something is to be beaten: those of a similar problem.
     """
-    look = _Look(problem, restriction, cache, gap, beat_s)
-    likely = likely if likely is not None and not likely.is_free and look.bundle.suits(likely) else None
-    free, early = look.bundle.prices, likely is not None and np.isfinite(beat_s)
-    queue = [prices for prices in ((likely, free) if early else (free,)) if prices is not None]
-    for _ in range(rounds):
-        if not look.at(queue.pop(0)):
-            break
-        if not queue:
-            proposed = look.next_prices()
-            if proposed is None:
-                break
-            queue, likely = [proposed if likely is None or early else likely], None
-            if any(map(queue[0].equals, look.tried)):
-                break
-    return look.found()
+    return Look(problem, restriction, cache, gap, rounds, likely).until(beat_s)
 
 
-class _Look:
+class Look:
     """The prices that were tried, and what was learned at them."""
 
-    def __init__(self, problem: Problem, restriction: Restriction, cache: NetworkCache, gap: float, beat_s: float):
-        self.problem, self.gap, self.beat_s = problem, gap, beat_s
+    def __init__(
+        self,
+        problem: Problem,
+        restriction: Restriction,
+        cache: NetworkCache,
+        gap: float,
+        rounds: int,
+        likely: Prices | None = None,
+    ):
+        self.problem, self.gap = problem, gap
         limit = problem.memory_limit_bytes
         self.messages = Messages(problem, restriction, cache)
         is_limited = limit is not None and largest_memory_bytes(problem, restriction) > limit
         self.bundle = Bundle(problem, self.messages.hides, is_limited)
         self.tried: list[Prices] = []
+        self._likely = likely if likely is not None and not likely.is_free and self.bundle.suits(likely) else None
+        self._queue: list[Prices] = []
+        self._rounds, self._read = rounds, list[tuple[Prices, list[int]]]()
         self._proved = [np.full(c.num_candidates, -np.inf) for c in problem.choices]
-        self._risen, self._free_bound, self._is_short = [-np.inf] * _PATIENCE, -np.inf, False
+        self._risen, self._free_bound = [-np.inf] * _PATIENCE, -np.inf
+        self._priced: Prices | None = None
 
-    def at(self, prices: Prices) -> bool:
-        """Learn what some prices prove; whether more prices are of interest. A bound that is high enough is all that is learned."""
-        self.tried.append(prices)
-        self.messages.price(prices)
-        self.messages.settle(_PASSES, _WORTH * self.gap, self.beat_s)
-        self._is_short = self.messages.plain_bound >= self.beat_s
-        bound = self.messages.plain_bound if self._is_short else self._prove()
+    def until(self, beat_s: float) -> Foresight:
+        """Go on until the bound is ``beat_s`` or hardly rises any more."""
+        if not self.tried and self._likely is not None and np.isfinite(beat_s):
+            self._queue, self._likely = [self._likely], None
+        while self.bundle.bound < beat_s and not self._is_hopeless:
+            self._queue = self._queue or self._next()
+            if not self._queue:
+                break
+            if self._at(self._queue[0], beat_s):
+                self._queue.pop(0)
+                self._rounds -= 1
+        return self._found(self.bundle.bound >= beat_s)
+
+    def _next(self) -> list[Prices]:
+        """The prices to try next: none of memory at first, then likely ones, then where the bound may be higher."""
+        if self._rounds <= 0:
+            return []
+        free = Prices.none(self.problem)
+        if not any(map(free.equals, self.tried)):
+            return [free]
+        proposed = self._proposed()
+        if proposed is not None and self._likely is not None:
+            proposed, self._likely = self._likely, None
+        return [] if proposed is None or any(map(proposed.equals, self.tried)) else [proposed]
+
+    @property
+    def _is_hopeless(self) -> bool:
+        return np.isfinite(self._free_bound) and self.bundle.bound > _HOPELESS * self._free_bound
+
+    def _at(self, prices: Prices, beat_s: float) -> bool:
+        """Learn what some prices prove; whether that is all. A bound that is high enough is all that is learned for now."""
+        if self._priced is not prices:
+            self.tried.append(prices)
+            self._price(prices)
+        self.messages.settle(_PASSES, _WORTH * self.gap, beat_s)
+        is_short = self.messages.plain_bound >= beat_s
+        bound = self.messages.plain_bound if is_short else self._prove()
         self._free_bound = max(self._free_bound, bound if prices.is_free else -np.inf)
-        self.bundle.add(prices, bound, None if self._is_short else self.messages.reading())
-        self._is_short = self.bundle.bound >= self.beat_s
-        is_hopeless = np.isfinite(self._free_bound) and self.bundle.bound > _HOPELESS * self._free_bound
-        return not self._is_short and not is_hopeless
+        if is_short:
+            self.bundle.prove(prices, bound)
+        else:
+            self.bundle.add(prices, bound, self._reading(prices))
+        return not is_short
+
+    def _price(self, prices: Prices) -> None:
+        self._priced = prices
+        self.messages.price(prices)
+
+    def _reading(self, prices: Prices) -> Plane:
+        plane = self.messages.reading()
+        self._read.append((prices, self.messages.read))
+        return plane
 
     def _prove(self) -> float:
         bound, floors = self.messages.proved()
@@ -130,7 +178,7 @@ class _Look:
             np.maximum(best, floor, out=best)
         return bound
 
-    def next_prices(self) -> Prices | None:
+    def _proposed(self) -> Prices | None:
         """Where the bound may be higher; None where it hardly rises any more."""
         self._risen = [*self._risen[1:], self.bundle.bound]
         if self._risen[-1] - self._risen[0] < _RISE * self.gap * abs(self._risen[-1]):
@@ -138,17 +186,27 @@ class _Look:
         reach, prices = self.bundle.propose()
         return None if reach - self.bundle.bound <= self.gap / 3 * abs(reach) else prices
 
-    def found(self) -> Foresight:
-        bundle, planes = self.bundle, [p for p in self.bundle.planes if p.objective < self.messages.unreachable_s]
-        nearest = _nearest(self.problem, planes)
+    def _found(self, is_short: bool) -> Foresight:
+        bundle, nearest = self.bundle, _nearest(self.problem, self._planes())
         chosen, about = (None, np.inf) if nearest is None else (nearest.chosen, nearest.objective)
-        return Foresight(bundle.bound, self._free_bound, tuple(self._proved), bundle.prices, chosen, about, self._is_short)
+        proved = tuple(map(np.copy, self._proved))
+        return Foresight(bundle.bound, self._free_bound, proved, bundle.prices, chosen, about, is_short, self)
+
+    def _planes(self) -> list[Plane]:
+        return [p for p in self.bundle.planes if p.objective < self.messages.unreachable_s]
+
+    def move(self) -> Foresight:
+        """Look for a better plan near the one that was read at the best prices."""
+        enough_s = self.bundle.bound * (1 + _NEAR * self.gap)
+        at = next((at for prices, at in reversed(self._read) if prices.equals(self.bundle.prices)), None)
+        self._priced = None
+        for plane in balanced(self.messages, self.problem, self.bundle.prices, at) if at is not None else ():
+            self.bundle.planes.append(plane)
+            if plane.objective <= enough_s:
+                break
+        return self._found(False)
 
 
 def _nearest(problem: Problem, planes: list[Plane]) -> Plane | None:
     """The best of the plans that fit."""
-    limit = problem.memory_limit_bytes
-    for plane in sorted(planes, key=lambda p: p.objective):
-        if limit is None or sum(memory_of(problem, plane.chosen).values()) <= limit:
-            return plane
-    return None
+    return next((plane for plane in sorted(planes, key=lambda p: p.objective) if fits(problem, plane)), None)

@@ -18,6 +18,7 @@ import numpy as np
 
 from meshwright.planner.solve.bundle import Plane, Prices
 from meshwright.planner.solve.marginals import Slack, over_forests
+from meshwright.planner.solve.moves import Edge, Sum
 from meshwright.planner.solve.pairwise import Pairwise
 from meshwright.planner.solve.problem import Problem, Restriction
 from meshwright.planner.solve.program import NetworkCache
@@ -31,34 +32,35 @@ _IMPROVEMENTS = 3
 class Messages:
     """One problem under one restriction: its choices, the pairs of them that share values, and the messages between.
 
+    Messages have numbers: that against message ``n`` is ``n ^ 1``. Nothing is known before :meth:`price` was called.
+
     Attributes:
         unreachable_s: what a placement costs that cannot be reached.
+        read: the plan that was read last: a candidate of every variable.
     """
+
+    read: list[int]
 
     def __init__(self, problem: Problem, restriction: Restriction, cache: NetworkCache):
         self._pairwise = pairwise = Pairwise(problem, restriction, cache)
         self.unreachable_s = pairwise.unreachable_s
         self._num_candidates = [c.num_candidates for c in problem.choices]
-        self._groups = pairwise.groups
+        self._number = {}
+        for k, (a, b) in enumerate(pairwise.between):
+            self._number[a, b], self._number[b, a] = 2 * k, 2 * k + 1
         self._order_all()
-        self._sent = {(a, b): np.zeros(pairwise.size_of(b)) for pair in pairwise.between for a, b in (pair, pair[::-1])}
-        self.price(Prices.none(problem))
 
     def _order_all(self) -> None:
-        """The variables in order, and those around each one that come after and before it."""
+        """The variables in order, and the edges from each one to those that come after and before it."""
         rank = self._pairwise.rank
         self._order = sorted(range(len(rank)), key=rank.__getitem__)
-        self._neighbours: list[list[int]] = [[] for _ in rank]
-        for a, b in self._pairwise.between:
-            self._neighbours[a].append(b)
-            self._neighbours[b].append(a)
-        self._after = [
-            sorted((n for n in around if rank[n] > rank[g]), key=rank.__getitem__) for g, around in enumerate(self._neighbours)
-        ]
-        self._before = [
-            sorted((n for n in around if rank[n] < rank[g]), key=rank.__getitem__, reverse=True)
-            for g, around in enumerate(self._neighbours)
-        ]
+        edges: list[list[Edge]] = [[] for _ in rank]
+        groups = self._pairwise.groups
+        for (a, b), number in self._number.items():
+            edges[a].append((number, b, groups.get((a, b)), groups.get((b, a))))
+        self._edges = [sorted(around, key=lambda e: rank[e[1]]) for around in edges]
+        self._after = [[e for e in around if rank[e[1]] > rank[g]] for g, around in enumerate(self._edges)]
+        self._before = [[e for e in around[::-1] if rank[e[1]] < rank[g]] for g, around in enumerate(self._edges)]
         self._parts = [
             (_part(len(after), len(before)), _part(len(before), len(after)))
             for after, before in zip(self._after, self._before, strict=True)
@@ -73,35 +75,34 @@ class Messages:
 
     def price(self, prices: Prices) -> None:
         """Let things count by these prices from now on. Messages start anew: old ones lead astray what has another price."""
-        for sent in self._sent.values():
-            sent.fill(0.0)
-        self._base, self._alone, self._pairs = self._pairwise.at(prices)
-        self._pairs |= {(b, a): np.ascontiguousarray(pair.T) for (a, b), pair in self._pairs.items()}
-        self._total = [alone.copy() for alone in self._alone]
+        self._base, alone, pairs = self._pairwise.at(prices)
+        self._terms = Sum(alone, pairs, self._edges)
+        self._sent = [np.zeros(self._pairwise.size_of(b)) for _, b in self._number]
+        self._total = [own.copy() for own in alone]
 
     def sweep(self, times: int) -> None:
         """Pass messages over all pairs, forth and back by turns: each choice gives parts of what it has to those after it."""
         for k in range(times):
             forth = k % 2 == 0
             for g in self._order if forth else reversed(self._order):
-                others = self._after[g] if forth else self._before[g]
-                if others:
-                    self._give(g, others, self._parts[g][0 if forth else 1])
+                edges = self._after[g] if forth else self._before[g]
+                if edges:
+                    self._give(g, edges, self._parts[g][0 if forth else 1])
 
-    def _give(self, g: int, others: Sequence[int], share: float) -> None:
-        pairs, total, sent, groups = self._pairs, self._total, self._sent, self._groups
+    def _give(self, g: int, edges: Sequence[Edge], share: float) -> None:
+        pairs, total, sent = self._terms.pairs, self._total, self._sent
         part = total[g] * share
-        for other in others:
-            received = sent[other, g]
+        for number, other, mine, theirs in edges:
+            received = sent[number ^ 1]
             received -= part
-            if (g, other) in groups:
-                received = groups[g, other].most(received)
-            message = np.minimum.reduce(pairs[g, other] - received[:, None])
-            if (other, g) in groups:
-                message = message[groups[other, g].index]
-            total[other] += message - sent[g, other]
-            sent[g, other] = message
-        total[g] = total[g] - len(others) * part
+            if mine is not None:
+                received = mine.most(received)
+            message = np.minimum.reduce(pairs[number] - received[:, None])
+            if theirs is not None:
+                message = message[theirs.index]
+            total[other] += message - sent[number]
+            sent[number] = message
+        total[g] -= len(edges) * part
 
     def settle(self, passes: int, rise: float, enough_s: float = np.inf) -> None:
         """Pass messages until the bound is ``enough_s``, or some more passes raise it by less than a part of it: at most so many."""
@@ -120,10 +121,11 @@ class Messages:
 
     def proved(self) -> tuple[float, list[np.ndarray]]:
         """A lower bound of the objective, and of that of plans with each candidate: infinite where it is not allowed."""
-        pairs, bound = {}, 0.0
-        for a, b in self._pairwise.between:
-            slack, least = Slack.of(self._pairs[a, b], self._sent[a, b], self._sent[b, a], self._groups.get((b, a)))
-            pairs[a, b], bound = slack, bound + least
+        pairs, bound, sent, groups = {}, 0.0, self._sent, self._pairwise.groups
+        for pair in self._pairwise.between:
+            number = self._number[pair]
+            slack, least = Slack.of(self._terms.pairs[number], sent[number], sent[number ^ 1], groups.get(pair[::-1]))
+            pairs[pair], bound = slack, bound + least
         least_of = [float(total.min()) for total in self._total]
         raised = over_forests([total - least for total, least in zip(self._total, least_of, strict=True)], pairs)
         above = max(float(r.min()) for r in raised)
@@ -137,33 +139,26 @@ class Messages:
 
     def reading(self) -> Plane:
         """The plan that the messages lead to, variable by variable, improved one at a time."""
-        at = [-1] * len(self._total)
+        at, terms = [-1] * len(self._total), self._terms
         for g in self._order:
             cost = self._total[g].copy()
-            for t in self._before[g]:
-                cost += self._row(t, g, at[t]) - self._sent[t, g] - self._sent[g, t][at[t]]
+            for edge in self._before[g]:
+                number, t = edge[0] ^ 1, edge[1]
+                cost += terms.row(edge, at[t]) - self._sent[number] - self._sent[number ^ 1][at[t]]
             at[g] = int(cost.argmin())
         for _ in range(_IMPROVEMENTS):
-            if not self._improve(at):
+            if not terms.move_each(self._order, at):
                 break
+        self.read = at
         return self._pairwise.plane(at)
 
-    def _improve(self, at: list[int]) -> bool:
-        """Take the best candidate of each variable given all others; whether any changed."""
-        before = list(at)
-        for g in self._order:
-            cost = self._alone[g].copy()
-            for t in self._neighbours[g]:
-                cost += self._row(t, g, at[t])
-            if cost.min() < cost[at[g]]:
-                at[g] = int(cost.argmin())
-        return at != before
+    def move(self, order: Sequence[int], at: list[int]) -> bool:
+        """As :meth:`Sum.move_forest`, at these prices."""
+        return self._terms.move_forest(order, at)
 
-    def _row(self, t: int, g: int, candidate: int) -> np.ndarray:
-        """What a pair costs with a candidate of the first one, by candidate of the second."""
-        of_first, of_second = self._groups.get((t, g)), self._groups.get((g, t))
-        row = self._pairs[t, g][candidate if of_first is None else of_first.index[candidate]]
-        return row if of_second is None else row[of_second.index]
+    def plane(self, at: Sequence[int]) -> Plane:
+        """A plan, given by a candidate of every variable."""
+        return self._pairwise.plane(at)
 
 
 def _part(receivers: int, others: int) -> float:

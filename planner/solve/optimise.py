@@ -86,6 +86,8 @@ def optimise_below(
     unlimited.bound_s = max(unlimited.bound_s, ahead.free_bound_s)
     if ahead.bound_s >= beat_s:
         return Excluded(ahead.bound_s)
+    if ahead.look is not None and ahead.about_s > ahead.bound_s * (1 + effort.gap):
+        ahead = ahead.look.move()
     for likely in _LIKELY:
         cutoff_s = min(beat_s, likely * ahead.bound_s)
         found = Search(problem, settled, cache, effort, cutoff_s, unlimited, ahead).run()

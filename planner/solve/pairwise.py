@@ -130,6 +130,8 @@ class Pairwise:
 
     def _pay_leg(self, flow: Flow, choice: int, fork: int, leg: Leg, seconds: np.ndarray) -> None:
         """Let a choice and forks pay; seconds by candidate of the choice and node of the leg."""
+        if self.size_of(choice) == 1 and leg.groups is not None:
+            seconds, leg = seconds[:, leg.groups.index], Leg(leg.nodes, None)
         known = self.groups.get((fork, choice))
         if (choice, fork) in self.between and known is not leg.groups:  # a demand of the supply: fork by fork
             self._spread(choice, fork)
@@ -147,9 +149,16 @@ class Pairwise:
             self.between[choice, fork] = Priced(old.fixed[:, groups.index], *spread)
 
     def _pay_between(self, flow: Flow, a: int, b: int | None, seconds: np.ndarray) -> None:
-        """Let a pair pay; seconds by candidate of ``a`` and of ``b``, or of ``a`` alone where there is no other."""
+        """Let a pair pay; seconds by candidate of ``a`` and of ``b``, or of ``a`` alone where there is no other. Where one of them has
+        no choice the other pays alone."""
         if b is None or b == a:
             self._pay(self.own[a], seconds, flow.segment, flow.hidden)
+            return
+        if self.size_of(a) == 1:
+            self._pay(self.own[b], seconds[0], flow.segment, flow.hidden)
+            return
+        if self.size_of(b) == 1:
+            self._pay(self.own[a], seconds[:, 0], flow.segment, flow.hidden)
             return
         pair = self.between.setdefault((min(a, b), max(a, b)), Priced(np.zeros(1)))
         self._pay(pair, seconds if a < b else seconds.T, flow.segment, flow.hidden)
@@ -169,10 +178,14 @@ class Pairwise:
         found = {segment for priced in (*self.own, *self.between.values()) for segment, s in priced.hidden.items() if s.any()}
         return np.array([segment in found for segment in range(len(SEGMENTS))])
 
-    def at(self, prices: Prices) -> tuple[float, list[np.ndarray], dict[Pair, np.ndarray]]:
-        """What is paid anyway, by each variable and by each pair; new arrays."""
+    def at(self, prices: Prices) -> tuple[float, list[np.ndarray], list[np.ndarray]]:
+        """What is paid anyway, by each variable, and by each pair: pair ``k`` at ``2 k`` by candidate of its first variable and its second,
+        at ``2 k + 1`` the other way round; new arrays."""
         alone = [own.at(prices.weights) for own in self.own]
-        pairs = {key: pair.at(prices.weights) for key, pair in self.between.items()}
+        pairs = []
+        for pair in self.between.values():
+            matrix = pair.at(prices.weights)
+            pairs += [matrix, np.ascontiguousarray(matrix.T)]
         if not prices.is_free:
             for seconds, static in zip(alone, self._static, strict=False):
                 seconds += prices.byte_s * static

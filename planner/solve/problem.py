@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -69,6 +70,11 @@ class Network:
     @property
     def num_arcs(self) -> int:
         return len(self.tails)
+
+    @cached_property
+    def median_s(self) -> float:
+        """The median cost of an arc; 0 without arcs."""
+        return float(np.median(self.seconds)) if self.num_arcs else 0.0
 
 
 @dataclass(frozen=True)

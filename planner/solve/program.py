@@ -400,7 +400,7 @@ def scale_of(problem: Problem) -> float:
 def typical_seconds(problem: Problem) -> float:
     """Seconds of about the size of the objective: compute at its fastest, and each flow's median step."""
     compute = sum(float(c.count * c.compute_s.min()) for c in problem.choices)
-    steps = sum(float(f.count * np.median(f.network.seconds)) for f in problem.flows if f.network.num_arcs)
+    steps = sum(float(f.count * f.network.median_s) for f in problem.flows)
     return max(compute, steps / 10, 1e-12)
 
 

@@ -71,6 +71,7 @@ def fewest_by_messages(problem: Problem, restriction: Restriction) -> tuple[int,
         tie_memory_s_per_byte=0.0,
     )
     messages, limit = Messages(counted, restriction, NetworkCache()), problem.memory_limit_bytes
+    messages.price(Prices.none(counted))
     for _ in range(_PASSES // _FEW_PASSES):
         messages.sweep(_FEW_PASSES)
         plane = messages.reading()
