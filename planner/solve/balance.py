@@ -44,7 +44,8 @@ def balanced(messages: Messages, problem: Problem, prices: Prices, at: Sequence[
         at: the plan to begin with: a candidate of every variable.
     """
     at, generator, order = list(at), np.random.default_rng(0), np.arange(len(at))
-    weights, dearer, best_s, idle, has_moved = prices.weights, 1.0, np.inf, 0, True
+    weights, dearer, best_s, idle, has_moved = prices.weights, 1.0, np.inf, 0, False
+    plane = messages.plane(at)
     for k in range(_MOVES):
         plane = messages.plane(at) if has_moved else plane
         does_fit = fits(problem, plane)
