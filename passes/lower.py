@@ -64,7 +64,7 @@ def lower(
     passes = (
         RewriteForRank(capture, plan, tuple(coordinate), tuple(group_names), device),
         OverlapCollectives(),
-        PoolResults(bucket_bytes),
+        PoolResults.of(plan, bucket_bytes),
         BucketCollectives(bucket_bytes),
         ScheduleCollectives(plan),
         VerifyProgram(plan, capture.graph),

@@ -216,7 +216,7 @@ class _Lowering:
 
     def stage(self, cut: StageGraph, label: str) -> StageProgram:
         """One stage's joint graph through the passes that every rank's graph goes through."""
-        passes = (OverlapCollectives(), PoolResults(self.bucket_bytes), BucketCollectives(self.bucket_bytes))
+        passes = (OverlapCollectives(), PoolResults.of(self.plan, self.bucket_bytes), BucketCollectives(self.bucket_bytes))
         joint = run_passes(passes, cut.gm, label)
         view = _view(cut, joint)
         shapes = {n.meta["value"]: tuple(n.meta["val"].shape) for n in joint.graph.nodes if n.op == "placeholder"}

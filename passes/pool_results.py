@@ -11,7 +11,8 @@ return wait(s0), wait(s1)                                                 s0 = a
 
 Collectives share a buffer until the result of one is read (see ``bucket``), and the second leg of a hierarchical reduction reads that of
 the first: each parameter that is reduced over two axes would end the buffers of all others. Runs between ``overlap``, which puts second
-legs close behind first ones, and ``bucket``. Results are taken further when a buffer is full, or at the end of the phase.
+legs close behind first ones, and ``bucket``. Results are taken further when a buffer is full, or at the end of the phase; only where
+nothing of a plan hides behind kernels: else second legs are better on their way early.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from meshwright.passes.bucket import SHARED, bucket_key
 from meshwright.passes.overlap import Moves, is_wait
 from meshwright.passes.split import is_collective
 from meshwright.planner.ir.buffers import REDUCE_BYTES
+from meshwright.planner.ir.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,11 @@ class PoolResults:
     """
 
     bucket_bytes: int = REDUCE_BYTES
+
+    @classmethod
+    def of(cls, plan: Plan, bucket_bytes: int) -> PoolResults:
+        """The pass for a plan: nothing moves where any of its communication hides."""
+        return cls(0 if any(c.hidden for c in plan.collectives) else bucket_bytes)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         if self.bucket_bytes <= 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -14,14 +15,21 @@ from meshwright.passes.pool_results import PoolResults
 from meshwright.passes.program import LocalProgram, count_collectives
 from meshwright.passes.rewrite import RewriteForRank
 from meshwright.passes.split import is_collective
+from meshwright.planner.ir.hardware import Hardware
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.search import Options, make_plan
 from tests.helpers.prepared import captured, toy_hardware
 
 
-def lowered(name: str, strategy: str, bucket_bytes: int) -> LocalProgram:
+def hardware(mesh: MeshShape, *, moves_data: bool) -> Hardware:
+    """With ``moves_data`` nothing hides behind kernels."""
+    toy = toy_hardware(mesh)
+    return dataclasses.replace(toy, device=dataclasses.replace(toy.device, moves_data=moves_data))
+
+
+def lowered(name: str, strategy: str, bucket_bytes: int, *, moves_data: bool = True) -> LocalProgram:
     capture, mesh = captured(name), MeshShape.of(2, 2)
-    plan = make_plan(capture, mesh, toy_hardware(mesh), Options(strategy=strategy, alternatives=False))
+    plan = make_plan(capture, mesh, hardware(mesh, moves_data=moves_data), Options(strategy=strategy, alternatives=False))
     return lower(capture, plan, (0, 0), ("dp", "tp"), bucket_bytes=bucket_bytes)
 
 
@@ -55,7 +63,7 @@ def body(module: fx.GraphModule) -> list[fx.Node]:
 
 def test_kernels_keep_their_order_and_what_they_read_is_not_put_off():
     capture, mesh = captured("gpt2"), MeshShape.of(2, 2)
-    plan = make_plan(capture, mesh, toy_hardware(mesh), Options(strategy="tp", alternatives=False))
+    plan = make_plan(capture, mesh, hardware(mesh, moves_data=True), Options(strategy="tp", alternatives=False))
     joint = OverlapCollectives()(RewriteForRank(capture, plan, (0, 0), ("dp", "tp"), None)(capture.gm))
     before = body(joint)
     after = body(PoolResults()(joint))
@@ -63,3 +71,12 @@ def test_kernels_keep_their_order_and_what_they_read_is_not_put_off():
     assert sorted(before) == sorted(after) and [n for n in after if n in set(still)] == still
     at = {n: i for i, n in enumerate(after)}
     assert all(at[a] < at[n] for n in after for a in n.all_input_nodes if a in at)
+
+
+def test_where_communication_hides_second_legs_are_not_put_off():
+    capture, mesh = captured("gpt2"), MeshShape.of(2, 2)
+    plans = [
+        make_plan(capture, mesh, hardware(mesh, moves_data=moves), Options(strategy="ddp", alternatives=False))
+        for moves in (False, True)
+    ]
+    assert [PoolResults.of(plan, 1 << 20).bucket_bytes for plan in plans] == [0, 1 << 20]
