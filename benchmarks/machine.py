@@ -1,7 +1,8 @@
 """What one rank gets of this machine while all of them run: the record that ``benchmarks/strategies.py`` plans with.
 
 Everything is in CPU seconds of a rank's process, all its threads, gloo's too, the mean over ranks that are all at it together. Kernels
-read what is no longer in the nearest cache, and collectives and messages run between kernels, as in a step.
+read what is no longer in the nearest cache, and collectives and messages run between kernels, as in a step. Where ranks share cores, which
+do changes from turn to turn.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,15 +28,29 @@ SIZES = {1 << 6: 10, 1 << 17: 10, 1 << 20: 8, 1 << 23: 2, 1 << 25: 1}
 """Bytes of the collectives that are measured, and how many behind each other; the largest is more than a buffer that small ones share."""
 
 
+def pin(turn: int) -> None:
+    """Hold this rank, all its threads, to one core. Which ranks share one changes by turns: what they send each other costs them less."""
+    rank, ranks, cores = dist.get_rank(), dist.get_world_size(), os.cpu_count() or 1
+    core = rank % cores if turn % 2 == 0 else rank * cores // max(ranks, cores)
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), {core})
+
+
+def over_turns(values: Sequence[float]) -> float:
+    """The median over the turns of either way to share cores, their mean."""
+    return statistics.mean(statistics.median(way) for way in (values[::2], values[1::2]) if way)
+
+
 def cpu_s(run: Callable[[], Any], times: int) -> float:
-    """CPU seconds of a call, all threads: the median over ``times``, the mean over ranks, which all are at it together."""
+    """CPU seconds of a call, all threads: over ``times`` turns, the mean over ranks, which all are at it together."""
     found = []
-    for _ in range(times):
+    for turn in range(times):
+        pin(turn)
         dist.barrier()
         began = time.process_time()
         run()
         found.append(time.process_time() - began)
-    return mean_of_all(statistics.median(found))
+    return mean_of_all(over_turns(found))
 
 
 def mean_of_all(value: float) -> float:
@@ -127,9 +142,12 @@ def between_kernels_s(call: Callable[[], Any], times: int = 10) -> float:
             and_then()
         return time.process_time() - began
 
+    found = []
     with torch.no_grad():
-        found = [kernels(call) - kernels(lambda: None) for _ in range(9)]
-    return max(1e-6, statistics.median(found) / times)
+        for turn in range(14):
+            pin(turn)
+            found.append(kernels(call) - kernels(lambda: None))
+    return max(1e-6, over_turns(found) / times)
 
 
 def measured_link(source: str) -> Link:
@@ -139,9 +157,8 @@ def measured_link(source: str) -> Link:
     ranks = dist.get_world_size()
     measured = [_collectives(kind, [list(range(ranks))]) for kind in COLLECTIVES]
     if ranks > 2 and ranks % 2 == 0:
-        near = [[i, i + 1] for i in range(0, ranks, 2)]
-        far = [[i, i + ranks // 2] for i in range(ranks // 2)]
-        measured += [_mean(_collectives(kind, near), _collectives(kind, far)) for kind in COLLECTIVES if kind not in ONE_SIDED]
+        pairs = [[i, i + 1] for i in range(0, ranks, 2)]
+        measured += [_collectives(kind, pairs) for kind in COLLECTIVES if kind not in ONE_SIDED]
     return Link("gloo", many / max(large_s - latency_s, 1e-6), latency_s, source, tuple(measured))
 
 
@@ -206,10 +223,6 @@ def _collectives(kind: str, groups: list[list[int]]) -> Measured:
         seconds = most_of_all(own_s) if kind in ONE_SIDED else mean_of_all(own_s)
         found.append(max([seconds, *found]))
     return Measured(kind, size, tuple(SIZES), tuple(found))
-
-
-def _mean(first: Measured, second: Measured) -> Measured:
-    return replace(first, seconds=tuple(map(statistics.mean, zip(first.seconds, second.seconds, strict=True))))
 
 
 def local_source() -> str:

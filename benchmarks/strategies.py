@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from machine import cpu_s, local_source, mean_of_all, measured_device, measured_link
+from machine import local_source, mean_of_all, measured_device, measured_link, over_turns, pin
 from pipeline import SEQ, VOCABULARY, Model
 from rich.console import Console
 from torch import distributed as dist, multiprocessing as mp, nn
@@ -167,17 +167,21 @@ def _besides_actions(ready: Ready, bytes_per_s: float) -> tuple[tuple[float, flo
     make, make_batch = MODELS[ready.strategy]
     pm: Any = build(make(), ready.capture, ready.plan, init_device_mesh("cpu", (dist.get_world_size(),)))
     batch, found, actions = make_batch(), [], 0.0
-    for _ in range(15):
+    for turn in range(20):
+        pin(turn)
         log = pm._programs[0].engine.log_actions(held=False)
-        busy_s = cpu_s(lambda: pm.step(batch), 1)
+        dist.barrier()
+        began = time.process_time()
+        pm.step(batch)
+        busy_s = time.process_time() - began
         actions = mean_of_all(len(log))
-        found.append(busy_s - mean_of_all(sum(entry.cpu_s for entry in log)))
+        found.append(mean_of_all(busy_s - sum(entry.cpu_s for entry in log)))
     pipeline = ready.plan.pipeline
     assert pipeline is not None
     apart = sum(pipeline.rank_of(k) != pipeline.rank_of(k + 1) for k in range(pipeline.num_stages - 1))
     sent = 2 * apart / dist.get_world_size()
     moved_s = sent * batch["x"].numel() * 4 / bytes_per_s
-    return (1.0, actions, sent * pipeline.micro_batches), max(0.0, statistics.median(found) - moved_s)
+    return (1.0, actions, sent * pipeline.micro_batches), max(0.0, over_turns(found) - moved_s)
 
 
 def plain_pipelines(ranks: int) -> list[Ready]:
@@ -270,22 +274,12 @@ def run_all(name: str, ready: Sequence[Ready], rounds: int) -> dict[str, tuple[f
                 wall = time.perf_counter() - began
                 optimizers[plan].step()
             times.setdefault(plan, []).append((_with_a_core_each(pm.plan, busy, log), wall))
-    return {h: (_over_turns([c for c, _ in found]), statistics.median(w for _, w in found)) for h, found in times.items()}
+    return {h: (_busiest_s([c for c, _ in found]), statistics.median(w for _, w in found)) for h, found in times.items()}
 
 
-def pin(turn: int) -> None:
-    """Hold this rank, all its threads, to one core. Which ranks share one changes by turns: what they send each other costs them less."""
-    rank, ranks, cores = dist.get_rank(), dist.get_world_size(), os.cpu_count() or 1
-    core = rank % cores if turn % 2 == 0 else rank * cores // max(ranks, cores)
-    for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), {core})
-
-
-def _over_turns(rounds: list[list[float]]) -> float:
-    """Seconds of a step: the median of each rank (or column) over the rounds of either way to share cores, their mean, the busiest."""
-    ways = [way for way in (rounds[::2], rounds[1::2]) if way]
-    medians = [[statistics.median(own) for own in zip(*way, strict=True)] for way in ways]
-    return max(statistics.mean(own) for own in zip(*medians, strict=True))
+def _busiest_s(rounds: list[list[float]]) -> float:
+    """Seconds of a step: of each rank (or column) over the rounds, the busiest."""
+    return max(over_turns(own) for own in zip(*rounds, strict=True))
 
 
 def _with_a_core_each(plan: mw.Plan, busy_s: float, log: Sequence[Any]) -> list[float]:

@@ -85,8 +85,8 @@ def test_what_actions_and_messages_take_is_nowhere_negative(rows, sums, found):
 
 def test_times_are_medians_for_either_way_to_share_cores_and_the_busiest_rank_counts():
     ways = [[1.0, 9.0], [3.0, 5.0], [1.0, 8.0], [3.0, 5.0], [100.0, 100.0], [3.0, 50.0]]
-    assert strategies._over_turns(ways) == (9.0 + 5.0) / 2
-    assert strategies._over_turns([[2.0, 1.0]]) == 2.0
+    assert strategies._busiest_s(ways) == (9.0 + 5.0) / 2
+    assert strategies._busiest_s([[2.0, 1.0]]) == 2.0
 
 
 def row(strategy: str, plan: str, predicted_s: float, measured_s: float) -> dict:
