@@ -86,6 +86,7 @@ def _by_name(rank: int, name: str, sizes: tuple[int, ...], options: dict[str, An
         ("gpt2_dropout", (2,), {"strategy": "ddp", "micro_batches": 2}),
         ("gpt2_dropout", (2,), {"strategy": "zero1", "micro_batches": 2}),
         ("mlp", (4,), {"strategy": "ddp+pipeline"}),
+        ("regularised", (2,), {"strategy": "pipeline", "micro_batches": 2}),
         ("gpt2_dropout", (2, 2), {"strategy": "3d"}),
     ],
 )
