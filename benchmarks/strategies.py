@@ -100,7 +100,7 @@ def _vectors() -> dict[str, torch.Tensor]:
 
 
 class Plain(nn.Module):
-    """Whatever, for what a pipeline takes besides its kernels, which leave nothing else in the nearest cache."""
+    """Whatever, for what a pipeline takes besides its kernels, which are long enough to leave nothing else in the nearest cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Plain(nn.Module):
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, torch.Tensor]]]] = {
     "transformer": (_transformer, _tokens),
     "wide": (Wide, _vectors),
-    "plain": (Plain, lambda: {"x": torch.ones(512, 512)}),
+    "plain": (Plain, lambda: {"x": torch.ones(2048, 512)}),
 }
 COMPARED = ("transformer", "wide")
 
@@ -144,10 +144,10 @@ def _action_and_message_s(plain: list[Ready], bytes_per_s: float) -> tuple[float
     """What an action of a pipeline takes besides its kernels, and what a message does besides its bytes, at both its ends together.
 
     Pipelines have the more of the one the more they have of the other; what both explain is what counts: least squares, neither below
-    zero, beside a fixed time per step.
+    zero. What a step takes once is spread over them.
     """
     counts, seconds = zip(*(_besides_actions(ready, bytes_per_s) for ready in plain), strict=True)
-    _, action_s, message_s = _least_squares(np.array(counts), np.array(seconds))
+    action_s, message_s = _least_squares(np.array(counts), np.array(seconds))
     return float(action_s), float(message_s)
 
 
@@ -162,8 +162,8 @@ def _least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return best
 
 
-def _besides_actions(ready: Ready, bytes_per_s: float) -> tuple[tuple[float, float, float], float]:
-    """(Steps, actions and messages) of a rank in a step, and its seconds besides the actions' own and the messages' bytes; means over ranks."""
+def _besides_actions(ready: Ready, bytes_per_s: float) -> tuple[tuple[float, float], float]:
+    """(Actions and messages) of a rank in a step, and its seconds besides the actions' own and the messages' bytes; means over ranks."""
     make, make_batch = MODELS[ready.strategy]
     pm: Any = build(make(), ready.capture, ready.plan, init_device_mesh("cpu", (dist.get_world_size(),)))
     batch, found, actions = make_batch(), [], 0.0
@@ -181,7 +181,7 @@ def _besides_actions(ready: Ready, bytes_per_s: float) -> tuple[tuple[float, flo
     apart = sum(pipeline.rank_of(k) != pipeline.rank_of(k + 1) for k in range(pipeline.num_stages - 1))
     sent = 2 * apart / dist.get_world_size()
     moved_s = sent * batch["x"].numel() * 4 / bytes_per_s
-    return (1.0, actions, sent * pipeline.micro_batches), max(0.0, over_turns(found) - moved_s)
+    return (actions, sent * pipeline.micro_batches), max(0.0, over_turns(found) - moved_s)
 
 
 def plain_pipelines(ranks: int) -> list[Ready]:
