@@ -64,10 +64,10 @@ def whole(t: Any) -> torch.Tensor:
     [
         ("regularised", (2,), {"strategy": "ddp"}),
         ("transformer", (2,), {"strategy": "zero1"}),
-        ("transformer", (2,), {"strategy": "zero2"}),
+        pytest.param("transformer", (2,), {"strategy": "zero2"}, marks=pytest.mark.slow),
         ("tied", (2,), {"strategy": "zero3"}),
         ("transformer", (2, 2), {"strategy": "zero1+tp"}),
-        ("odd", (3,), {"strategy": "ddp"}),
+        pytest.param("odd", (3,), {"strategy": "ddp"}, marks=pytest.mark.slow),
         ("gpt2", (2, 2), {"degrees": {"dp": 2, "tp": 2}}),
         ("bert", (2,), {"strategy": "ddp", "precision": "bf16-mixed"}),
     ],
