@@ -16,8 +16,10 @@ from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.spec import format_placements
 from meshwright.planner.ir.verify import PlannedStep, planned_steps
+from meshwright.planner.meshes import LogicalMesh
 from meshwright.planner.repeat import capture_folded
 from meshwright.planner.solve.optimise import Effort
+from meshwright.planner.solve.strategies import AxisRule
 from tests.helpers.models import llama
 
 _SOURCE = "made up for tests"
@@ -113,3 +115,28 @@ def _first_result(plan: Plan, op: Op) -> str:
     placements = plan.ops[op.name].outs[0]
     assert placements is not None
     return format_placements(placements)
+
+
+class FusedQKV(torch.nn.Module):
+    """Attention whose one weight makes queries, keys and values, which lie across the pieces that it is cut into."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(width, 3 * width, bias=False), torch.nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (8, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(attended.transpose(1, 2).flatten(2)).square().mean()
+
+
+def test_an_axis_on_which_parameters_are_used_in_place_keeps_no_gathered_copies_either():
+    """Gathering the few weights of many tokens once per step would be faster, and is another strategy."""
+    with torch.device("meta"):
+        model = FusedQKV(256)
+    capture = capture_folded(model, (torch.zeros(8, 2048, 256),), {}, precision="bf16-mixed").plannable
+    rule = AxisRule("whole", "preferred", "in place")
+    where = LogicalMesh(MeshShape.of(4), _hardware((1e11,)), (rule,), "a test")
+    plan = search.search_plan(capture, (where,), search.Options(alternatives=False))
+    cut = [i.value.name for i in capture.graph.inputs_of("parameter") if format_placements(plan.inputs[i.value.name]) != "R"]
+    assert cut and not plan.kept

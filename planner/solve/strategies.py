@@ -336,7 +336,9 @@ class _Work:
         rest, kept = _rest(candidate), candidate.kept
         for a, rule in enumerate(self.rules):
             is_kept = kept is not None and kept[0][a] != kept[-1][a]
-            if (rule.keep == "never" and is_kept) or (rule.keep == "kept" and rest[a].is_shard and not is_kept):
+            if is_kept and (rule.keep == "never" or rule.use == "in place"):
+                return False
+            if rule.keep == "kept" and rest[a].is_shard and not is_kept:
                 return False
         return True
 
