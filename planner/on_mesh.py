@@ -23,7 +23,7 @@ from meshwright.planner.program import Program
 from meshwright.planner.solve.candidates import Edges, edges
 from meshwright.planner.solve.diagnose import ROW_MARGIN, explain_infeasible
 from meshwright.planner.solve.follow import rows_following_batch
-from meshwright.planner.solve.foresight import Foresight, nothing_left
+from meshwright.planner.solve.foresight import Foresight
 from meshwright.planner.solve.memory import Trained
 from meshwright.planner.solve.micro_batches import restrict_to_micro_batches
 from meshwright.planner.solve.optimise import (
@@ -31,10 +31,9 @@ from meshwright.planner.solve.optimise import (
     Excluded,
     Solution,
     Unlimited,
-    look_ahead,
     optimise,
     optimise_below,
-    settle_avoided,
+    settled_ahead,
 )
 from meshwright.planner.solve.pins import Pin, find_pins, restrict_to_pins
 from meshwright.planner.solve.price import Outcome, memory_of, objective_s, price
@@ -220,6 +219,11 @@ class OnMesh:
         """Whether :meth:`bound_s` showed what memory is worth, if anything."""
         return self._task(name, limited=True, beat_s=0.0).ahead.is_usual
 
+    def is_limited(self, name: str) -> bool:
+        """Whether any plan is larger than the memory limit."""
+        look = self._task(name, limited=True, beat_s=0.0).ahead.look
+        return look is None or look.is_limited
+
     def _task(self, name: str, *, limited: bool, beat_s: float, effort: Effort | None = None) -> Task:
         """A strategy's problem, and what is known of it; computed once, and further where a bound was once high enough that is not now."""
         known = self._tasks.get((name, limited))
@@ -244,9 +248,8 @@ class OnMesh:
         with self.program.clock.phase("bound"):
             whole = self._whole(name, tables)
             problem = replace(tables.problem, memory_limit_bytes=self._limit_bytes if limited else None)
-            settled, likely = settle_avoided(problem, whole, tables.cache, effort), self.program.prices.get(name)
-            ahead = look_ahead(problem, settled, tables.cache, effort, beat_s, likely) if settled else nothing_left(problem)
-            return Task(tables, problem, settled or whole, ahead)
+            likely = self.program.prices.get(name)
+            return Task(tables, problem, *settled_ahead(problem, whole, tables.cache, effort, beat_s, likely))
 
     @property
     def trained(self) -> Trained:
@@ -336,11 +339,12 @@ class OnMesh:
         tables = self.tables_for(name)
         with self.program.clock.phase("bound"):
             whole, problem = self._whole(name, tables), change(tables)
-            settled, key = settle_avoided(problem, whole, tables.cache, effort), f"{name} in stages"
-            likely = self.program.prices.get(key)
-            ahead = look_ahead(problem, settled, tables.cache, effort, beat_s, likely) if settled else nothing_left(problem)
-            self.program.prices[key] = ahead.prices
-            return Task(tables, problem, settled or whole, ahead)
+            key = f"{name} in stages"
+            task = Task(
+                tables, problem, *settled_ahead(problem, whole, tables.cache, effort, beat_s, self.program.prices.get(key))
+            )
+            self.program.prices[key] = task.ahead.prices
+            return task
 
     def solve_task(self, name: str, task: Task, effort: Effort, beat_s: float) -> Found | Excluded | None:
         """The best plan of a problem that :meth:`foresee_changed` has looked at, of those that cost less than ``beat_s``; what it costs is

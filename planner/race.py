@@ -95,12 +95,15 @@ class Race:
             if bound_s >= enough or looks == _LOOKS:
                 yield k, bound_s
                 continue
-            is_last = looks or not known
-            found = self._bound_s(meshes[k], enough if is_last else 0.0)
-            if found is not None:
-                enough = min(enough, found * (1 + close)) if is_last and found < enough else enough
-                waiting.append((found, _LOOKS if is_last else 1, *item[2:]))
-                known = known or meshes[k].is_usual(self.name)
+            found = self._bound_s(meshes[k], enough if looks else 0.0)
+            if found is None:
+                continue
+            if looks == 0 and not known and meshes[k].is_limited(self.name):
+                looks, found = 1, self._bound_s(meshes[k], enough)
+            assert found is not None
+            enough = min(enough, found * (1 + close)) if looks and found < enough else enough
+            waiting.append((found, looks + 1, *item[2:]))
+            known = known or meshes[k].is_usual(self.name)
 
     def beat(self, found: Found) -> None:
         """Take a plan that was found otherwise."""

@@ -38,7 +38,7 @@ from meshwright.planner.spell import checked_plan
 __all__ = ["STRATEGIES", "Beaten", "Options", "make_plan", "search_plan", "search_unless_beaten", "strategy_named"]
 
 # What the strategies beside the plan are worth: they are for comparison, and stop at a wider gap.
-_COMPARED = Effort(gap=3e-2, nodes=20, prices=4, foreseen=1.0)
+_COMPARED = Effort(gap=5e-2, nodes=20, prices=4, foreseen=1.0)
 # Mixtures are tried near the memory limit, where proofs are dear, and several of them: a plan is enough, nothing is split.
 _MIXED = Effort(gap=3e-2, nodes=20, time_limit_s=10.0, rounds=3, columns=0)
 

@@ -96,14 +96,14 @@ def test_a_search_that_is_beaten_says_what_plans_take_at_least(tower: Folded, mo
 
     def beats(bound_s: float) -> float:
         told.append(bound_s)
-        return 0.8 * bound_s
+        return 0.5 * bound_s
 
     best = search_unless_beaten(tower, meshes, Options(), None, beats)
     assert isinstance(best, Plan) and not told, "memory hurts nowhere"
     monkeypatch.setattr(levels, "_HURTS", -1.0)
     beaten = search_unless_beaten(tower, meshes, Options(), None, beats)
     assert isinstance(beaten, Beaten) and told[0] >= beaten.bound_s
-    assert 0.7 * best.objective_s < beaten.bound_s <= best.objective_s * (1 + 1e-6)
+    assert 0.4 * best.objective_s < beaten.bound_s <= best.objective_s * (1 + 1e-6)
     assert {a.strategy for a in beaten.alternatives} == {a.strategy for a in best.alternatives}
     going_on = search_unless_beaten(tower, meshes, Options(), None, lambda bound_s: math.inf)
     assert isinstance(going_on, Plan) and going_on.predicted.step_time_s == pytest.approx(best.predicted.step_time_s, rel=1e-2)

@@ -20,8 +20,8 @@ from meshwright.planner.solve.messages import Messages
 from meshwright.planner.solve.price import memory_of
 from meshwright.planner.solve.problem import Problem
 
-# Moves at most, and how many end the search if none finds a better plan that fits.
-_MOVES, _IDLE = 100, 30
+# Moves at most, and how many end the search if none finds a better plan that fits, or than one that is good.
+_MOVES, _IDLE, _IDLE_NEAR = 100, 30, 8
 # The largest change of a weight, and of memory's price as a part of it, at first; they are half of that after so many moves.
 _STEP, _DEARER, _HALVED = 0.2, 0.6, 20
 # The price of memory stays within so many times what it was.
@@ -34,7 +34,7 @@ def fits(problem: Problem, plane: Plane) -> bool:
     return limit is None or sum(memory_of(problem, plane.chosen).values()) <= limit
 
 
-def balanced(messages: Messages, problem: Problem, prices: Prices, at: Sequence[int]) -> Iterator[Plane]:
+def balanced(messages: Messages, problem: Problem, prices: Prices, at: Sequence[int], near_s: float = -np.inf) -> Iterator[Plane]:
     """Better and better plans that fit.
 
     Args:
@@ -42,10 +42,11 @@ def balanced(messages: Messages, problem: Problem, prices: Prices, at: Sequence[
         problem: the problem.
         prices: of overlap and memory, to begin with.
         at: the plan to begin with: a candidate of every variable.
+        near_s: plans that cost at most this are good: better ones are not looked for as long.
     """
     at, generator, order = list(at), np.random.default_rng(0), np.arange(len(at))
     weights, dearer, best_s, idle, has_moved = prices.weights, 1.0, np.inf, 0, False
-    plane = messages.plane(at)
+    plane, hides, now = messages.plane(at), messages.hides, prices
     for k in range(_MOVES):
         plane = messages.plane(at) if has_moved else plane
         does_fit = fits(problem, plane)
@@ -53,14 +54,16 @@ def balanced(messages: Messages, problem: Problem, prices: Prices, at: Sequence[
         if does_fit and plane.objective < best_s:
             best_s, idle = plane.objective, 0
             yield plane
-        if idle > _IDLE:
+        if idle > (_IDLE if best_s > near_s else _IDLE_NEAR):
             return
         slower = 1 + k / _HALVED
-        weights = _weights(weights, plane, messages.hides, _STEP / slower)
+        weights = _weights(weights, plane, hides, _STEP / slower)
         if not prices.is_free:
             times = 1 + _DEARER / slower
             dearer = float(np.clip(dearer * (1 / np.sqrt(times) if does_fit else times), *_FACTORS))
-        messages.price(Prices(weights, dearer * prices.byte_s, dearer * prices.term_s))
+        asked = Prices(weights, dearer * prices.byte_s, dearer * prices.term_s)
+        if k == 0 or not asked.equals(now):
+            messages.price(now := asked)
         generator.shuffle(order)
         has_moved = messages.move(order.tolist(), at)
 

@@ -18,6 +18,7 @@ from meshwright.planner.solve.program import NetworkCache, largest_memory_bytes
 
 # Passes of messages at each of the prices, at most, and the part of the gap by which four more have to raise the bound.
 _PASSES, _WORTH = 32, 0.2
+_A_FEW = 4
 # The search for prices ends where the bound rose by less than this part of the gap in so many rounds.
 _RISE, _PATIENCE = 0.3, 3
 # A bound so many times that without a memory limit: nothing fits, as a rule, and the solver says so sooner.
@@ -95,7 +96,11 @@ def foresee(
 
 
 class Look:
-    """The prices that were tried, and what was learned at them."""
+    """The prices that were tried, and what was learned at them.
+
+    Attributes:
+        is_limited: whether some plan is larger than the memory limit.
+    """
 
     def __init__(
         self,
@@ -109,8 +114,8 @@ class Look:
         self.problem, self.gap = problem, gap
         limit = problem.memory_limit_bytes
         self.messages = Messages(problem, restriction, cache)
-        is_limited = limit is not None and largest_memory_bytes(problem, restriction) > limit
-        self.bundle = Bundle(problem, self.messages.hides, is_limited)
+        self.is_limited = limit is not None and largest_memory_bytes(problem, restriction) > limit
+        self.bundle = Bundle(problem, self.messages.hides, self.is_limited)
         self.tried: list[Prices] = []
         self._likely = likely if likely is not None and not likely.is_free and self.bundle.suits(likely) else None
         self._queue: list[Prices] = []
@@ -131,6 +136,14 @@ class Look:
                 self._queue.pop(0)
                 self._rounds -= 1
         return self._found(self.bundle.bound >= beat_s)
+
+    def meets_a_plan(self) -> bool:
+        """Whether a plan that reaches all and fits is met at once."""
+        self._price(Prices.none(self.problem))
+        self.messages.sweep(_A_FEW)
+        plane = self.messages.reading()
+        self._priced = None
+        return plane.objective < self.messages.unreachable_s and fits(self.problem, plane)
 
     def _next(self) -> list[Prices]:
         """The prices to try next: none of memory at first, then likely ones, then where the bound may be higher."""
@@ -197,12 +210,12 @@ class Look:
 
     def move(self) -> Foresight:
         """Look for a better plan near the one that was read at the best prices."""
-        enough_s = self.bundle.bound * (1 + _NEAR * self.gap)
-        at = next((at for prices, at in reversed(self._read) if prices.equals(self.bundle.prices)), None)
+        bound, prices = self.bundle.bound, self.bundle.prices
+        at = next((at for tried, at in reversed(self._read) if tried.equals(prices)), None)
         self._priced = None
-        for plane in balanced(self.messages, self.problem, self.bundle.prices, at) if at is not None else ():
+        for plane in balanced(self.messages, self.problem, prices, at, bound * (1 + self.gap)) if at is not None else ():
             self.bundle.planes.append(plane)
-            if plane.objective <= enough_s:
+            if plane.objective <= bound * (1 + _NEAR * self.gap):
                 break
         return self._found(False)
 

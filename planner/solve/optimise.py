@@ -14,7 +14,7 @@ from meshwright.planner.solve.answers import Effort, Excluded, NoPlanFoundError,
 from meshwright.planner.solve.backend import Solver
 from meshwright.planner.solve.branch import Search
 from meshwright.planner.solve.bundle import Prices
-from meshwright.planner.solve.foresight import Foresight, foresee, nothing_left
+from meshwright.planner.solve.foresight import Foresight, Look, foresee, nothing_left
 from meshwright.planner.solve.problem import Problem, Restriction
 from meshwright.planner.solve.program import NetworkCache, assemble
 from meshwright.planner.solve.smallest import fewest_by_messages, smallest_by_messages
@@ -29,6 +29,7 @@ __all__ = [
     "optimise",
     "optimise_below",
     "settle_avoided",
+    "settled_ahead",
 ]
 
 # How far above the bound that is foreseen the best plan is expected, at first and when that was wrong; then anywhere.
@@ -104,20 +105,47 @@ def optimise_below(
 
 
 def look_ahead(
+    problem: Problem, restriction: Restriction, cache: NetworkCache, effort: Effort, beat_s: float = np.inf
+) -> Foresight:
+    """What is known of a problem without solving it; avoided candidates count as forbidden only if :func:`settle_avoided` was asked.
+
+    The search for a higher bound stops once it reaches ``beat_s``.
+    """
+    if _is_empty(restriction):
+        return nothing_left(problem)
+    return foresee(problem, restriction, cache, gap=effort.gap, rounds=effort.prices, beat_s=beat_s)
+
+
+def settled_ahead(
     problem: Problem,
     restriction: Restriction,
     cache: NetworkCache,
     effort: Effort,
     beat_s: float = np.inf,
     likely: Prices | None = None,
-) -> Foresight:
-    """What is known of a problem without solving it; avoided candidates count as forbidden only if :func:`settle_avoided` was asked.
+) -> tuple[Restriction, Foresight]:
+    """The restriction with avoided candidates forbidden as :func:`settle_avoided` says, and what is known of the problem under it.
 
-    The search for a higher bound stops once it reaches ``beat_s``; ``likely``: prices to try early.
+    Where one look at what is left without any avoided candidate meets a plan that fits, no fewer are possible, and the look goes on. The
+    search for a higher bound stops once it reaches ``beat_s``; ``likely``: prices to try early.
     """
-    if _is_empty(restriction):
-        return nothing_left(problem)
-    return foresee(problem, restriction, cache, gap=effort.gap, rounds=effort.prices, beat_s=beat_s, likely=likely)
+    if not _is_empty(restriction):
+        none_avoided = _without_avoided(restriction)
+        if not _is_empty(none_avoided):
+            look = Look(problem, none_avoided, cache, effort.gap, effort.prices, likely)
+            if not restriction.avoid or look.meets_a_plan():
+                return none_avoided, look.until(beat_s)
+        settled = settle_avoided(problem, restriction, cache, effort)
+        if settled is not None:
+            return settled, Look(problem, settled, cache, effort.gap, effort.prices, likely).until(beat_s)
+    return restriction, nothing_left(problem)
+
+
+def _without_avoided(restriction: Restriction) -> Restriction:
+    """The restriction without the candidates that are avoided, wherever others are allowed."""
+    kept = {g: ~avoided for g, avoided in restriction.avoid.items()}
+    others = {g: mask & restriction.allowed[g] if g in restriction.allowed else mask for g, mask in kept.items()}
+    return replace(restriction.merged(Restriction({g: mask for g, mask in kept.items() if others[g].any()})), avoid={})
 
 
 def _is_empty(restriction: Restriction) -> bool:
