@@ -20,9 +20,11 @@ from torch.utils._mode_utils import no_dispatch
 from meshwright.planner.ir.errors import TraceError
 
 
-def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, requires_grad: bool = False) -> torch.Tensor:
-    """A contiguous fake CPU tensor of the same shape and dtype."""
-    empty = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
+def fake_like(
+    tensor: torch.Tensor, mode: FakeTensorMode, requires_grad: bool = False, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """A contiguous fake CPU tensor of the same shape, and of the same dtype unless another one is given."""
+    empty = torch.empty(tuple(tensor.shape), dtype=dtype or tensor.dtype, device="meta")
     fake = FakeTensor(mode, empty, torch.device("cpu"))
     return fake.requires_grad_() if requires_grad else fake
 
@@ -78,11 +80,12 @@ def _check_initialised(model: nn.Module) -> None:
 
 
 @contextmanager
-def faked(model: nn.Module, mode: FakeTensorMode, trainable: bool) -> Iterator[None]:
+def faked(model: nn.Module, mode: FakeTensorMode, trainable: bool, low: torch.dtype | None = None) -> Iterator[None]:
     """While entered, every parameter and buffer of ``model`` is fake; the very objects come back afterwards.
 
     Attributes that forward assigns (a counter, a cached tensor) come back to what they were, too. Ties stay ties: one
-    tensor, one fake. With ``trainable`` False no fake requires a gradient.
+    tensor, one fake. With ``trainable`` False no fake requires a gradient. With ``low`` floating parameters are what
+    :func:`cast_parameters` makes of them.
 
     Raises:
         TraceError: a parameter is not initialised.
@@ -94,9 +97,10 @@ def faked(model: nn.Module, mode: FakeTensorMode, trainable: bool) -> Iterator[N
         if tensor is None:
             return None
         if id(tensor) not in fakes:
-            fake = fake_like(tensor, mode)
             is_parameter = isinstance(tensor, nn.Parameter)
-            fakes[id(tensor)] = nn.Parameter(fake, trainable and tensor.requires_grad) if is_parameter else fake
+            is_cast = is_parameter and low is not None and tensor.is_floating_point()
+            fake = fake_like(tensor, mode, dtype=low if is_cast else None)
+            fakes[id(tensor)] = nn.Parameter(fake, trainable and tensor.requires_grad) if is_parameter and not is_cast else fake
         return fakes[id(tensor)]
 
     saved = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in model.modules()]

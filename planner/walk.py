@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.planner.alike import Stack
 from meshwright.planner.correspond import Unlike, child_of
-from meshwright.planner.faking import cast_parameters, fake_like, faked
+from meshwright.planner.faking import fake_like, faked
 from meshwright.planner.remember import Remembering
 
 # Where an op ran: ("", 0) outside of the stacks, else (path of the stack, number of the child).
@@ -122,8 +122,7 @@ def story(model: nn.Module, args: Any, kwargs: Any, stacks: Sequence[Stack], low
     fakes = [_cast(fake_like(x, mode), low) if isinstance(x, torch.Tensor) else x for x in leaves]
     counts = {s.path: (len(list(model.get_submodule(s.path).children())), s.first) for s in stacks}
     with ExitStack() as stack:
-        stack.enter_context(faked(model, mode, False))
-        stack.enter_context(cast_parameters(model, low))
+        stack.enter_context(faked(model, mode, False, low))
         recorder = _Recorder(mode, _known(model, stacks, fakes), counts)
         stack.enter_context(_watched(model, recorder, stacks))
         for context in (mode, torch.no_grad(), recorder):
