@@ -41,7 +41,7 @@ class Foresight:
         chosen: a plan that fits and is near to the bound; None where none was met.
         about_s: about what it costs, and at most that; infinite where there is none.
         is_short: whether a higher bound was not looked for, as this one was high enough.
-        look: what goes on from here; None where nothing is left.
+        look: what goes on from here; None where nothing is left, or no better plan is of interest.
     """
 
     bound_s: float
@@ -203,7 +203,8 @@ class Look:
         bundle, nearest = self.bundle, _nearest(self.problem, self._planes())
         chosen, about = (None, np.inf) if nearest is None else (nearest.chosen, nearest.objective)
         proved = tuple(map(np.copy, self._proved))
-        return Foresight(bundle.bound, self._free_bound, proved, bundle.prices, chosen, about, is_short, self)
+        on = self if is_short or about > bundle.bound * (1 + self.gap) else None
+        return Foresight(bundle.bound, self._free_bound, proved, bundle.prices, chosen, about, is_short, on)
 
     def _planes(self) -> list[Plane]:
         return [p for p in self.bundle.planes if p.objective < self.messages.unreachable_s]
