@@ -83,8 +83,8 @@ class Race:
 
     def _bounds(self, meshes: Sequence[OnMesh], enough_s: float = math.inf, close: float = _CLOSE) -> Iterator[tuple[int, float]]:
         """Index and bound of the meshes that the strategy can be had on; bounds further above ``enough_s`` or the lowest than
-        ``close`` need not be tight. Meshes that are good as a rule come first until one shows what overlap and memory are worth; then all
-        others are looked at roughly, and the one that promises most is looked at more closely."""
+        ``close`` need not be tight. Meshes that are good as a rule come first until one shows what overlap and memory are worth, if they
+        are worth anything; then all others are looked at roughly, and the one that promises most is looked at more closely."""
         enough, known = enough_s * (1 + max(close, 0.0)), False
         place = {id(on): k for k, on in enumerate(most_promising(meshes))}
         waiting = [(on.floor_s, 0, place[id(on)], k) for k, on in enumerate(meshes)]
@@ -95,15 +95,18 @@ class Race:
             if bound_s >= enough or looks == _LOOKS:
                 yield k, bound_s
                 continue
+            is_first = not known
             found = self._bound_s(meshes[k], enough if looks else 0.0)
+            if is_first and found is not None and (meshes[k].mesh.num_axes == 1 or meshes[k].is_limited(self.name)):
+                looks, found = 1, self._bound_s(meshes[k], enough)
             if found is None:
                 continue
-            if looks == 0 and not known and meshes[k].is_limited(self.name):
-                looks, found = 1, self._bound_s(meshes[k], enough)
-            assert found is not None
-            enough = min(enough, found * (1 + close)) if looks and found < enough else enough
-            waiting.append((found, looks + 1, *item[2:]))
             known = known or meshes[k].is_usual(self.name)
+            enough = min(enough, found * (1 + close)) if looks and found < enough else enough
+            if is_first and looks:
+                yield k, found
+            else:
+                waiting.append((found, looks + 1, *item[2:]))
 
     def beat(self, found: Found) -> None:
         """Take a plan that was found otherwise."""
