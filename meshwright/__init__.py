@@ -13,7 +13,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from meshwright import collector
+from meshwright.planner.ir import collector
 
 if TYPE_CHECKING:
     from meshwright.advice import advise as advise

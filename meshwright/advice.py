@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from meshwright import collector
 from meshwright.calculator import Layer, largest_layer
 from meshwright.debug import Progress
 from meshwright.inputs import call_of, model_of
 from meshwright.planner import search
+from meshwright.planner.ir import collector
 from meshwright.planner.ir.errors import InfeasibleError, InputError
 from meshwright.planner.ir.mesh import Cluster
 from meshwright.planner.ir.plan import Plan

@@ -11,9 +11,9 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshwright import collector
 from meshwright.debug import Progress
 from meshwright.inputs import call_of, model_of
+from meshwright.planner.ir import collector
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.hardware import Hardware
 from meshwright.planner.ir.mesh import Cluster, MeshShape

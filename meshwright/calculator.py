@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from meshwright import collector
 from meshwright.adapters import with_low_rank
 from meshwright.inputs import call_of, model_of
 from meshwright.planner.cost import device_for
+from meshwright.planner.ir import collector
 from meshwright.planner.ir.errors import InfeasibleError, InputError
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.recompute import LEVELS

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from meshwright import collector
+from meshwright.planner.ir import collector
 from meshwright.planner.ir.errors import MeshwrightError
 
 app = typer.Typer(

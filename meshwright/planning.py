@@ -12,12 +12,12 @@ from functools import partial
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright import collector, debug
+from meshwright import debug
 from meshwright.inputs import Call
 from meshwright.planner import search
 from meshwright.planner.correspond import Unlike
 from meshwright.planner.expand import expanded, planned_names
-from meshwright.planner.ir import errors
+from meshwright.planner.ir import collector, errors
 from meshwright.planner.ir.errors import InfeasibleError, InputError, MeshwrightError, RuntimeMismatchError
 from meshwright.planner.ir.graph import Capture, OpGraph
 from meshwright.planner.ir.hardware import Link

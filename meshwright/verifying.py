@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 
-from meshwright import collector, prove
+from meshwright import prove
 from meshwright.debug import Progress
 from meshwright.exporting import capture_for
 from meshwright.inputs import Call, call_of, model_of
+from meshwright.planner.ir import collector
 from meshwright.planner.ir.errors import InputError, VerifyError
 from meshwright.planner.ir.graph import Op, OpGraph
 from meshwright.planner.ir.mesh import MeshShape

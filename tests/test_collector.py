@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from meshwright import collector
+from meshwright.planner.ir import collector
 
 
 def test_collection_is_off_inside_and_on_again_afterwards():

@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from meshwright.planner.ir import collector
 from meshwright.planner.ir.errors import PlanFormatError
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.pipeline import Pipeline
@@ -395,8 +396,9 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text, with its hash; a line for each entry of a table."""
-        data = self.to_json_dict()
-        return json_lines({**data, "hash": self._hash_of(data)})
+        with collector.paused():
+            data = self.to_json_dict()
+            return json_lines({**data, "hash": self._hash_of(data)})
 
     @classmethod
     def from_json(cls, text: str) -> Plan:

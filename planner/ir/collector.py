@@ -1,5 +1,5 @@
-"""Planning without Python's cyclic garbage collector: it makes many objects, all in use, and looking through them again and
-again took a fifth of the time (measured, Llama-3-8B)."""
+"""Planning, and writing plans, without Python's cyclic garbage collector: both make many objects, all in use, and looking through them again
+and again took a fifth of the time of planning (measured, Llama-3-8B) and two thirds of that of writing (Llama-3-405B)."""
 
 from __future__ import annotations
 
