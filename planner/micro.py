@@ -123,6 +123,7 @@ class _Walk:
         self.parameters = {i.value.name for i in graph.inputs_of("parameter")}
         self.known = _LIFTED(graph)
         self.rows: dict[str, Row] = {}
+        self._even: dict[tuple[tuple[int, ...], Placement], bool] = {}
         self.made: dict[str, Placement] = dict(self.inputs)
 
     def forth(self) -> None:
@@ -140,7 +141,13 @@ class _Walk:
 
     def is_even(self, op: Op, row: Row) -> bool:
         values = [*zip(op.ins, row.ins, strict=True), *zip(op.outs, row.outs, strict=True)]
-        return all(v is None or p is None or divides(v.shape, (p,), (self.count,)) for v, p in values)
+        return all(v is None or p is None or p is R or self._divides(v.shape, p) for v, p in values)
+
+    def _divides(self, shape: tuple[int, ...], p: Placement) -> bool:
+        found = self._even.get((shape, p))
+        if found is None:
+            found = self._even[shape, p] = divides(shape, (p,), (self.count,))
+        return found
 
     def price(self, op: Op, row: Row) -> float:
         whole = frozenset((R,))

@@ -43,6 +43,7 @@ class _Splicer:
         self.old, self.match, self.copies = graph, match, copies
         self.new = fx.Graph()
         self.made: dict[tuple[fx.Node, int], fx.Node] = {}
+        self._renamed: dict[tuple[str, int], str] = {}
         self._first, self._next = match.stack.first, match.stack.first + 1
         self._own = dict.fromkeys(match.own)
         ops = [n for n in self._own if n.op != "placeholder"]
@@ -119,8 +120,10 @@ class _Splicer:
 
     def _meta(self, node: fx.Node, k: int) -> dict[str, Any]:
         meta = dict(node.meta)
-        if meta.get("module_path"):
-            meta["module_path"] = renamed(meta["module_path"], self.match, k)
+        if path := meta.get("module_path"):
+            if (path, k) not in self._renamed:
+                self._renamed[path, k] = renamed(path, self.match, k)
+            meta["module_path"] = self._renamed[path, k]
         if k and meta.get("forward_op") in self._names:
             meta["forward_op"] = copy_name(meta["forward_op"], k)
         return meta

@@ -351,13 +351,16 @@ def value_name(node: fx.Node) -> str:
     return node.name
 
 
-def op_of(node: fx.Node) -> Op:
-    """The typed view of one ``call_function`` node (not a ``getitem``)."""
+def op_of(node: fx.Node, known: dict[fx.Node, Value] | None = None) -> Op:
+    """The typed view of one ``call_function`` node (not a ``getitem``); ``known``: values that were made already."""
     ins: list[Value] = []
+    values = {} if known is None else known
 
     def convert(arg: Any) -> Any:
         if isinstance(arg, fx.Node):
-            value = fx_value(arg)
+            value = values.get(arg)
+            if value is None:
+                value = values[arg] = fx_value(arg)
             ins.append(value)
             return value
         if isinstance(arg, list | tuple):
@@ -372,7 +375,8 @@ def op_of(node: fx.Node) -> Op:
             Value(f"{node.name}#{i}", tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else None for i, v in enumerate(val)
         )
     else:
-        outs = (Value(node.name, tuple(val.shape), val.dtype),)
+        values[node] = Value(node.name, tuple(val.shape), val.dtype)
+        outs = (values[node],)
     meta = node.meta
     return Op(
         name=node.name,
@@ -391,4 +395,5 @@ def op_of(node: fx.Node) -> Op:
 
 def ops_of(graph: fx.Graph) -> tuple[Op, ...]:
     """The typed view of every op of an FX graph, in order."""
-    return tuple(op_of(n) for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem)
+    known: dict[fx.Node, Value] = {}
+    return tuple(op_of(n, known) for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem)
