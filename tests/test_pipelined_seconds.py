@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
 import meshwright as mw
 from meshwright.planner.ir.hardware import Device, Hardware, Link
@@ -18,24 +18,12 @@ from meshwright.planner.orders import orders
 from meshwright.planner.pipelined import Lying, Uncut
 from meshwright.planner.simulate import simulate
 from meshwright.planner.stage_cuts import profile
+from tests.helpers.models import Stack
 from tests.helpers.prepared import captured
 from tests.helpers.stages import staged_plan
 
 LAYERS, WIDTH, ACTION_S = 4, 8, 0.5
 FREE = Device("made up", 1 << 40, 1e18, {"float32": 1e18}, {"float32": 1.0}, 0.0, "made up for tests")
-
-
-class Stack(nn.Module):
-    """Layers that are all alike, and a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x.square().mean()
 
 
 def hardware(**other: float) -> Hardware:
@@ -50,7 +38,7 @@ def test_where_only_starting_actions_takes_time_a_step_takes_those_of_its_longes
     x = torch.empty(16, WIDTH, device="meta")
     plans = [
         mw.plan(
-            Stack, MeshShape.of(2), x, hardware=hardware(action_overhead_s=s), strategy="pipeline", degrees={"pp": 2},
+            partial(Stack, LAYERS, WIDTH), MeshShape.of(2), x, hardware=hardware(action_overhead_s=s), strategy="pipeline", degrees={"pp": 2},
             schedule=schedule, micro_batches=micro_batches, alternatives=False,
         )
         for s in (0.0, ACTION_S)

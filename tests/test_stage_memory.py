@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
-from torch import nn
 
 import meshwright as mw
+from tests.helpers.models import Stack
 
 LAYERS, WIDTH = 6, 64
-
-
-class Stack(nn.Module):
-    """Layers that are all alike, and a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x.square().mean()
 
 
 def test_copies_that_are_kept_for_the_step_count_on_the_rank_of_their_stage() -> None:
     x = torch.empty(32, WIDTH, device="meta")
     keywords = {"degrees": {"pp": 2}, "micro_batches": 4, "alternatives": False}
-    plans = {s: mw.plan(Stack, "1x4xH100", x, strategy=s, **keywords) for s in ("zero1", "ddp")}
+    plans = {s: mw.plan(partial(Stack, LAYERS, WIDTH), "1x4xH100", x, strategy=s, **keywords) for s in ("zero1", "ddp")}
     whole = LAYERS * WIDTH * WIDTH * 4
     assert len(plans["zero1"].kept) == LAYERS and not plans["ddp"].kept
     memory = plans["zero1"].predicted.memory_bytes
@@ -37,7 +26,8 @@ def test_copies_that_are_kept_for_the_step_count_on_the_rank_of_their_stage() ->
 def test_sums_over_several_steps_count_on_the_rank_of_their_stage() -> None:
     x = torch.empty(32, WIDTH, device="meta")
     once, twice = (
-        mw.plan(Stack, "1x4xH100", x, strategy="zero1", degrees={"pp": 2}, micro_batches=4, accumulate=n) for n in (1, 2)
+        mw.plan(partial(Stack, LAYERS, WIDTH), "1x4xH100", x, strategy="zero1", degrees={"pp": 2}, micro_batches=4, accumulate=n)
+        for n in (1, 2)
     )
     memory, before = dict(twice.predicted.memory_bytes), once.predicted.memory_bytes
     assert memory.pop("accumulated") == memory["parameters"] > 0 and memory == before

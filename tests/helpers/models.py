@@ -518,3 +518,16 @@ EXTRA: dict[str, Case] = _table(
 """Everyday awkwardness."""
 
 ALL: dict[str, Case] = {**ZOO, **EXTRA}
+
+
+class Stack(nn.Module):
+    """Square layers that are all alike, and a loss."""
+
+    def __init__(self, layers: int, width: int):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().mean()
