@@ -33,7 +33,7 @@ from meshwright.planner.race import Race, most_promising
 from meshwright.planner.solve.bundle import Prices
 from meshwright.planner.solve.optimise import Effort
 from meshwright.planner.solve.strategies import STRATEGIES, axis_name_rules, strategy_named
-from meshwright.planner.spell import checked_plan
+from meshwright.planner.spell import checked_plan, told
 
 __all__ = ["STRATEGIES", "Beaten", "Options", "make_plan", "search_plan", "search_unless_beaten", "strategy_named"]
 
@@ -243,6 +243,7 @@ class _Search:
         """``others``: meshes that only named strategies are tried on."""
         self.program, self.options, self.clock = program, program.options, program.clock
         self.meshes = [OnMesh(program, where) for where in meshes]
+        self._plans: dict[tuple[str, int, tuple[int, ...]], tuple[OnMesh, Plan]] = {}
         self._named = [*self.meshes, *(OnMesh(program, where) for where in others if where not in meshes)]
 
     def race(self, known_s: float = math.inf) -> Race:
@@ -274,8 +275,15 @@ class _Search:
 
     def _predicted(self, found: Found) -> Prediction:
         """What the finished plan will take."""
-        with self.clock.phase("check"):
-            return checked_plan(self.program, self.raced.name, found, found.bound_s, (), ()).predicted
+        return self._checked(self.raced.name, found).predicted
+
+    def _checked(self, name: str, found: Found) -> Plan:
+        """The plan of a solution, spelled out and priced again once."""
+        key = (name, id(found.on), found.solution.chosen)
+        if key not in self._plans:
+            with self.clock.phase("check"):
+                self._plans[key] = found.on, checked_plan(self.program, name, found, found.bound_s, (), ())
+        return self._plans[key][1]
 
     def bounds_s(self, enough_s: float, close: float) -> tuple[float, float]:
         """As :meth:`Race.bounds_s`."""
@@ -317,9 +325,8 @@ class _Search:
         if name == "auto" and finer is not None and not self.options.pins:
             best = self._finer(race, best, known, finer(best.on.where))
         best = self._polished(race, best)
-        with self.clock.phase("check"):
-            bound = min(race.bound_s(), best.objective_s, *([best.on.floor_s] if best.on.rows else []))
-            plan = checked_plan(self.program, name, best, bound, alternatives, _told(race, best))
+        bound = min(race.bound_s(), best.objective_s, *([best.on.floor_s] if best.on.rows else []))
+        plan = told(self._checked(name, best), self.program, best, bound, alternatives, _meshes_tried(race, best))
         return replace(plan, solver=self._solver(best))
 
     def _solver(self, best: Found) -> dict[str, Any]:
@@ -414,7 +421,7 @@ def _not_worse(best: Found, others: Sequence[Found]) -> Found:
     return fastest.on.freed(fastest) if fastest.outcome.step_time_s < best.outcome.step_time_s else best
 
 
-def _told(race: Race, best: Found) -> tuple[MeshTried, ...]:
+def _meshes_tried(race: Race, best: Found) -> tuple[MeshTried, ...]:
     """The meshes that were considered: the chosen one, then the others by what can be had on them."""
     chosen = [
         replace(

@@ -43,6 +43,27 @@ def checked_plan(
     return replace(plan, predicted=predicted, fallbacks=_fallbacks(program.clusters, walked), kernel_s=kernel_s)
 
 
+def told(
+    plan: Plan,
+    program: Program,
+    found: Found,
+    bound_s: float,
+    alternatives: Sequence[Alternative],
+    tried: Sequence[MeshTried],
+) -> Plan:
+    """A checked plan with what is known of others by now; the arguments are those of :func:`checked_plan`."""
+    gap = _gap(found.objective_s, bound_s)
+    return replace(
+        plan,
+        objective_s=found.objective_s,
+        bound_s=bound_s,
+        gap=gap,
+        alternatives=tuple(alternatives),
+        meshes=tuple(tried),
+        notes=_notes(program, found, gap),
+    )
+
+
 def _spelled_out(
     program: Program,
     name: str,
