@@ -13,7 +13,7 @@ from meshwright.planner.ir.errors import SolverError
 from meshwright.planner.solve import backend
 from meshwright.planner.solve.backend import Solver
 from meshwright.planner.solve.marginals import proved_costs
-from meshwright.planner.solve.optimise import Effort, Excluded, Solution, look_ahead, optimise, optimise_below
+from meshwright.planner.solve.optimise import Effort, Excluded, Solution, optimise, optimise_below, settled_ahead
 from meshwright.planner.solve.paths import cheapest_tree
 from meshwright.planner.solve.price import objective_s, price
 from meshwright.planner.solve.problem import Choice, Demand, Flow, Network, Peak, Problem, Restriction
@@ -155,7 +155,7 @@ def test_nothing_below_a_cost_is_excluded_unless_enumeration_finds_nothing_below
         assert isinstance(found, Solution) and found.objective_s == pytest.approx(expected, abs=1e-5), seed
         none = optimise_below(problem, Restriction(), NetworkCache(), EXACT, expected * 0.99 - 1e-3)
         assert isinstance(none, Excluded) and none.bound_s <= expected + 1e-5, seed
-        assert look_ahead(problem, Restriction(), NetworkCache(), EXACT).bound_s <= expected + 1e-5, seed
+        assert settled_ahead(problem, Restriction(), NetworkCache(), EXACT)[1].bound_s <= expected + 1e-5, seed
 
 
 def test_no_plan_with_a_candidate_costs_less_than_is_proved_for_it():

@@ -54,6 +54,11 @@ class Foresight:
     look: Look | None = None
 
     @property
+    def is_nothing(self) -> bool:
+        """Whether there are no plans at all."""
+        return self.look is None and bool(np.isinf(self.bound_s))
+
+    @property
     def is_usual(self) -> bool:
         """Whether memory does not cost so much that nothing fits as a rule."""
         return self.bound_s <= _HOPELESS * self.free_bound_s

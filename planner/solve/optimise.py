@@ -14,7 +14,7 @@ from meshwright.planner.solve.answers import Effort, Excluded, NoPlanFoundError,
 from meshwright.planner.solve.backend import Solver
 from meshwright.planner.solve.branch import Search
 from meshwright.planner.solve.bundle import Prices
-from meshwright.planner.solve.foresight import Foresight, Look, foresee, nothing_left
+from meshwright.planner.solve.foresight import Foresight, Look, nothing_left
 from meshwright.planner.solve.problem import Problem, Restriction
 from meshwright.planner.solve.program import NetworkCache, assemble
 from meshwright.planner.solve.smallest import fewest_by_messages, smallest_by_messages
@@ -25,10 +25,8 @@ __all__ = [
     "NoPlanFoundError",
     "Solution",
     "Unlimited",
-    "look_ahead",
     "optimise",
     "optimise_below",
-    "settle_avoided",
     "settled_ahead",
 ]
 
@@ -77,12 +75,12 @@ def optimise_below(
     """As :func:`optimise`, but looks only for plans that cost less than ``beat_s``, and stops once there are none; fills
     ``unlimited``.
 
-    ``ahead``: what :func:`look_ahead` said of this problem, or of the same with less memory in it.
+    ``ahead``: what :func:`settled_ahead` said of this problem, or of the same with less memory in it; ``restriction`` is then the settled one.
     """
-    settled = settle_avoided(problem, restriction, cache, effort)
-    if settled is None:
+    if ahead is None:
+        restriction, ahead = settled_ahead(problem, restriction, cache, effort, beat_s)
+    if ahead.is_nothing:
         return None
-    ahead = ahead or look_ahead(problem, settled, cache, effort, beat_s)
     unlimited = unlimited or Unlimited()
     unlimited.bound_s = max(unlimited.bound_s, ahead.free_bound_s)
     if ahead.bound_s >= beat_s:
@@ -91,29 +89,17 @@ def optimise_below(
         ahead = ahead.look.move()
     for likely in _LIKELY:
         cutoff_s = min(beat_s, likely * ahead.bound_s)
-        found = Search(problem, settled, cache, effort, cutoff_s, unlimited, ahead).run()
+        found = Search(problem, restriction, cache, effort, cutoff_s, unlimited, ahead).run()
         if cutoff_s >= beat_s:
             break
         if isinstance(found, Solution):  # better ones, if any, cost more than the cutoff and less than this
             if found.objective_s * (1 - effort.gap) > cutoff_s:
                 ahead = replace(ahead, chosen=found.chosen, about_s=found.objective_s)
                 found = Search(
-                    problem, settled, cache, effort, min(beat_s, found.objective_s * (1 + _EXACT)), unlimited, ahead
+                    problem, restriction, cache, effort, min(beat_s, found.objective_s * (1 + _EXACT)), unlimited, ahead
                 ).run()
             break
     return found
-
-
-def look_ahead(
-    problem: Problem, restriction: Restriction, cache: NetworkCache, effort: Effort, beat_s: float = np.inf
-) -> Foresight:
-    """What is known of a problem without solving it; avoided candidates count as forbidden only if :func:`settle_avoided` was asked.
-
-    The search for a higher bound stops once it reaches ``beat_s``.
-    """
-    if _is_empty(restriction):
-        return nothing_left(problem)
-    return foresee(problem, restriction, cache, gap=effort.gap, rounds=effort.prices, beat_s=beat_s)
 
 
 def settled_ahead(
@@ -124,7 +110,8 @@ def settled_ahead(
     beat_s: float = np.inf,
     likely: Prices | None = None,
 ) -> tuple[Restriction, Foresight]:
-    """The restriction with avoided candidates forbidden as :func:`settle_avoided` says, and what is known of the problem under it.
+    """The restriction with avoided candidates forbidden wherever the fewest of them does without, and what is known of the problem under it
+    without solving it.
 
     Where one look at what is left without any avoided candidate meets a plan that fits, no fewer are possible, and the look goes on. The
     search for a higher bound stops once it reaches ``beat_s``; ``likely``: prices to try early.
@@ -135,7 +122,7 @@ def settled_ahead(
             look = Look(problem, none_avoided, cache, effort.gap, effort.prices, likely)
             if not restriction.avoid or look.meets_a_plan():
                 return none_avoided, look.until(beat_s)
-        settled = settle_avoided(problem, restriction, cache, effort)
+        settled = _settled(problem, restriction, cache, effort)
         if settled is not None:
             return settled, Look(problem, settled, cache, effort.gap, effort.prices, likely).until(beat_s)
     return restriction, nothing_left(problem)
@@ -174,7 +161,7 @@ def _by_integers(
     return Solution(program.candidates_of(answer.x), answer.objective, min(answer.bound, answer.objective), method, *sizes)
 
 
-def settle_avoided(problem: Problem, restriction: Restriction, cache: NetworkCache, effort: Effort) -> Restriction | None:
+def _settled(problem: Problem, restriction: Restriction, cache: NetworkCache, effort: Effort) -> Restriction | None:
     """The restriction with avoided candidates forbidden wherever the fewest of them does without; None where nothing is left."""
     if _is_empty(restriction):
         return None
