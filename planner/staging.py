@@ -199,7 +199,7 @@ class StageSearch:
         self._candidates += sum(c.num_candidates for c in item.task.problem.choices)
         self._learn(item, ahead.free_bound_s * share, ahead.bound_s * share)
         if ahead.bound_s > ahead.free_bound_s * (1 + _HURTS):
-            self._with_less(item, ahead.free_bound_s)
+            self._with_less(item, max(ahead.free_bound_s, 0.0))
         self.space.bound(item, ahead.bound_s)
         if math.isfinite(ahead.bound_s):
             item.seconds = max(item.seconds, min(ahead.about_s, _HARD * ahead.bound_s) * share)

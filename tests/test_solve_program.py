@@ -15,9 +15,9 @@ from meshwright.planner.solve.backend import Solver
 from meshwright.planner.solve.marginals import proved_costs
 from meshwright.planner.solve.optimise import Effort, Excluded, Solution, optimise, optimise_below, settled_ahead
 from meshwright.planner.solve.paths import cheapest_tree
-from meshwright.planner.solve.price import objective_s, price
+from meshwright.planner.solve.price import memory_of, objective_s, price
 from meshwright.planner.solve.problem import Choice, Demand, Flow, Network, Peak, Problem, Restriction
-from meshwright.planner.solve.program import NetworkCache, assemble
+from meshwright.planner.solve.program import NetworkCache, assemble, largest_memory_bytes, least_memory_bytes
 
 EXACT = Effort(gap=1e-9, nodes=100_000, rounds=30)
 
@@ -156,6 +156,20 @@ def test_nothing_below_a_cost_is_excluded_unless_enumeration_finds_nothing_below
         none = optimise_below(problem, Restriction(), NetworkCache(), EXACT, expected * 0.99 - 1e-3)
         assert isinstance(none, Excluded) and none.bound_s <= expected + 1e-5, seed
         assert settled_ahead(problem, Restriction(), NetworkCache(), EXACT)[1].bound_s <= expected + 1e-5, seed
+
+
+def test_every_plan_holds_what_its_bounds_say():
+    rng = np.random.default_rng(0)
+    for seed in range(40):
+        problem = random_problem(seed)
+        allowed = {g: rng.random(c.num_candidates) < 0.7 for g, c in enumerate(problem.choices)}
+        allowed = {g: mask for g, mask in allowed.items() if mask.any()}
+        restriction = Restriction(allowed)
+        least, largest = (f(problem, restriction) for f in (least_memory_bytes, largest_memory_bytes))
+        for _ in range(20):
+            kept = [np.flatnonzero(allowed.get(g, np.ones(c.num_candidates))) for g, c in enumerate(problem.choices)]
+            held = sum(memory_of(problem, tuple(int(rng.choice(k)) for k in kept)).values())
+            assert least - 1e-6 <= held <= largest + 1e-6, seed
 
 
 def test_no_plan_with_a_candidate_costs_less_than_is_proved_for_it():

@@ -16,7 +16,7 @@ from meshwright.planner.solve.branch import Search
 from meshwright.planner.solve.bundle import Prices
 from meshwright.planner.solve.foresight import Foresight, Look, nothing_left
 from meshwright.planner.solve.problem import Problem, Restriction
-from meshwright.planner.solve.program import NetworkCache, assemble
+from meshwright.planner.solve.program import NetworkCache, assemble, least_memory_bytes
 from meshwright.planner.solve.smallest import fewest_by_messages, smallest_by_messages
 
 __all__ = [
@@ -116,7 +116,10 @@ def settled_ahead(
     Where one look at what is left without any avoided candidate meets a plan that fits, no fewer are possible, and the look goes on. The
     search for a higher bound stops once it reaches ``beat_s``; ``likely``: prices to try early.
     """
+    limit = problem.memory_limit_bytes
     if not _is_empty(restriction):
+        if restriction.avoid and limit is not None and least_memory_bytes(problem, restriction) > limit:
+            return restriction, replace(nothing_left(problem), free_bound_s=-np.inf)  # the fewest avoided need not be known
         none_avoided = _without_avoided(restriction)
         if not _is_empty(none_avoided):
             look = Look(problem, none_avoided, cache, effort.gap, effort.prices, likely)

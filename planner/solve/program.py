@@ -13,7 +13,7 @@ apart: they are dense, and make the relaxation twenty times slower and fractiona
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -410,11 +410,21 @@ def _static_scale(problem: Problem) -> float:
 
 def largest_memory_bytes(problem: Problem, restriction: Restriction) -> float:
     """An upper bound of the memory of any plan."""
+    return _memory_bytes(problem, restriction, lambda values: float(values.max(initial=0.0)))
 
-    def most(g: int, values: np.ndarray) -> float:
+
+def least_memory_bytes(problem: Problem, restriction: Restriction) -> float:
+    """A lower bound of the memory of any plan; every choice has a candidate left."""
+    return _memory_bytes(problem, restriction, lambda values: float(values.min()))
+
+
+def _memory_bytes(problem: Problem, restriction: Restriction, of: Callable[[np.ndarray], float]) -> float:
+    """Memory with each choice taken at one end of what it can hold, each part of it by itself."""
+
+    def at(g: int, values: np.ndarray) -> float:
         allowed = restriction.allowed.get(g)
-        return float(values.max() if allowed is None else values[allowed].max(initial=0.0))
+        return of(values if allowed is None else values[allowed])
 
-    static = sum(most(g, sum(c.memory_bytes.values(), np.zeros(c.num_candidates))) for g, c in enumerate(problem.choices))
-    peaks = sum(p.weight * max(sum(most(g, b) for g, b in t) for t in p.terms) for p in problem.peaks if p.terms)
+    static = sum(at(g, sum(c.memory_bytes.values(), np.zeros(c.num_candidates))) for g, c in enumerate(problem.choices))
+    peaks = sum(p.weight * max(sum(at(g, b) for g, b in t) for t in p.terms) for p in problem.peaks if p.terms)
     return static + peaks + sum(problem.fixed_bytes.values())
