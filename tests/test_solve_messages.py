@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.planner.ir.errors import VerifyError
 from meshwright.planner.solve.bundle import Prices
-from meshwright.planner.solve.foresight import foresee
+from meshwright.planner.solve.foresight import Look
 from meshwright.planner.solve.messages import Messages
 from meshwright.planner.solve.optimise import optimise
 from meshwright.planner.solve.price import memory_of, objective_s, price
@@ -62,7 +62,7 @@ def test_what_is_foreseen_holds_and_the_plan_fits():
     for seed in range(150):
         problem = random_problem(seed)
         best = optimise(problem, Restriction(), NetworkCache(), EXACT)
-        ahead = foresee(problem, Restriction(), NetworkCache(), gap=1e-3, rounds=12)
+        ahead = Look(problem, Restriction(), NetworkCache(), 1e-3, 12).until(np.inf)
         expected = np.inf if best is None else best.objective_s
         assert ahead.bound_s <= expected + 1e-6, seed
         if ahead.chosen is None:

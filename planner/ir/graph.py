@@ -351,16 +351,15 @@ def value_name(node: fx.Node) -> str:
     return node.name
 
 
-def op_of(node: fx.Node, known: dict[fx.Node, Value] | None = None) -> Op:
-    """The typed view of one ``call_function`` node (not a ``getitem``); ``known``: values that were made already."""
+def op_of(node: fx.Node, known: dict[fx.Node, Value]) -> Op:
+    """The typed view of one ``call_function`` node (not a ``getitem``); ``known``: values that were made already, added to."""
     ins: list[Value] = []
-    values = {} if known is None else known
 
     def convert(arg: Any) -> Any:
         if isinstance(arg, fx.Node):
-            value = values.get(arg)
+            value = known.get(arg)
             if value is None:
-                value = values[arg] = fx_value(arg)
+                value = known[arg] = fx_value(arg)
             ins.append(value)
             return value
         if isinstance(arg, list | tuple):
@@ -375,8 +374,8 @@ def op_of(node: fx.Node, known: dict[fx.Node, Value] | None = None) -> Op:
             Value(f"{node.name}#{i}", tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else None for i, v in enumerate(val)
         )
     else:
-        values[node] = Value(node.name, tuple(val.shape), val.dtype)
-        outs = (values[node],)
+        known[node] = Value(node.name, tuple(val.shape), val.dtype)
+        outs = (known[node],)
     meta = node.meta
     return Op(
         name=node.name,

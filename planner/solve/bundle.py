@@ -115,10 +115,6 @@ class Bundle:
         if bound >= self.bound:
             self.bound, self.prices = bound, prices
 
-    def suits(self, prices: Prices) -> bool:
-        """Whether prices of another problem can be tried here."""
-        return len(prices.term_s) == len(self._peak_of) and (self._limited or prices.is_free)
-
     def propose(self) -> tuple[float, Prices]:
         """The highest bound that the planes allow near the best prices, and where."""
         segments, terms = len(self._hides), len(self._peak_of)

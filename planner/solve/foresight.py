@@ -76,17 +76,8 @@ def nothing_left(problem: Problem) -> Foresight:
     return Foresight(np.inf, np.inf, proved, Prices.none(problem), None, np.inf)
 
 
-def foresee(
-    problem: Problem,
-    restriction: Restriction,
-    cache: NetworkCache,
-    *,
-    gap: float,
-    rounds: int,
-    beat_s: float = np.inf,
-    likely: Prices | None = None,
-) -> Foresight:
-    """Look ahead.
+class Look:
+    """The prices that were tried, and what was learned at them.
 
     Args:
         problem: the problem.
@@ -94,14 +85,7 @@ def foresee(
         cache: reduced networks of the problem.
         gap: relative gap that is of interest: finer prices are not looked for.
         rounds: prices tried at most.
-        beat_s: a bound as high as this is high enough; the look can go on later.
         likely: prices to try early, first where something is to be beaten: those of a similar problem.
-    """
-    return Look(problem, restriction, cache, gap, rounds, likely).until(beat_s)
-
-
-class Look:
-    """The prices that were tried, and what was learned at them.
 
     Attributes:
         is_limited: whether some plan is larger than the memory limit.
@@ -122,7 +106,7 @@ class Look:
         self.is_limited = limit is not None and largest_memory_bytes(problem, restriction) > limit
         self.bundle = Bundle(problem, self.messages.hides, self.is_limited)
         self.tried: list[Prices] = []
-        self._likely = likely if likely is not None and not likely.is_free and self.bundle.suits(likely) else None
+        self._likely = likely if likely is not None and self.is_limited and likely.is_for(problem) else None
         self._queue: list[Prices] = []
         self._rounds, self._read = rounds, list[tuple[Prices, list[int]]]()
         self._proved = [np.full(c.num_candidates, -np.inf) for c in problem.choices]

@@ -179,21 +179,23 @@ def over_forests(alone: Sequence[np.ndarray], pairs: Mapping[tuple[int, int], Sl
 _Forest = list[tuple[int, int, tuple[int, int]]]
 
 
+def root_of(parent: list[int], i: int) -> int:
+    """Which member stands for the tree that ``i`` is in, given the parent of each, a root's being itself; paths are made shorter."""
+    while parent[i] != i:
+        parent[i] = parent[parent[i]]
+        i = parent[i]
+    return i
+
+
 def _forest(size: int, says: Mapping[tuple[int, int], float], uses: dict[tuple[int, int], int]) -> _Forest:
     """A spanning forest of the pairs that say most and were used least; counts its pairs in ``uses``."""
     weight = {key: (uses[key], -much) for key, much in says.items()}
     parent = list(range(size))
 
-    def root(i: int) -> int:
-        while parent[i] != i:
-            parent[i] = parent[parent[i]]
-            i = parent[i]
-        return i
-
     neighbours: list[list[int]] = [[] for _ in range(size)]
     for a, b in sorted(says, key=weight.__getitem__):
-        if root(a) != root(b):
-            parent[root(a)] = root(b)
+        if root_of(parent, a) != root_of(parent, b):
+            parent[root_of(parent, a)] = root_of(parent, b)
             neighbours[a].append(b)
             neighbours[b].append(a)
             uses[a, b] += 1

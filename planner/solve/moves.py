@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.planner.solve.forks import Groups
+from meshwright.planner.solve.marginals import root_of
 
 Edge = tuple[int, int, Groups | None, Groups | None]
 """From one variable to another: number of the pair, the other one, how the one's and the other's candidates are grouped for each other."""
@@ -77,15 +78,9 @@ class Sum:
         """Whether each variable stays; and the edges between those that do not."""
         stays, parent, trees = [True] * len(self.alone), list(range(len(self.alone))), dict[int, list[Edge]]()
 
-        def root(i: int) -> int:
-            while parent[i] != i:
-                parent[i] = parent[parent[i]]
-                i = parent[i]
-            return i
-
         for g in order:
             around = [edge for edge in self.edges[g] if not stays[edge[1]]]
-            roots = {root(edge[1]) for edge in around}
+            roots = {root_of(parent, edge[1]) for edge in around}
             if len(roots) < len(around):
                 continue
             stays[g], trees[g] = False, around
