@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -71,6 +72,21 @@ class Forks:
     demands: tuple[Leg, ...]
 
 
+@dataclass(frozen=True)
+class _Shape:
+    """Where trees from some nodes can part, whatever the paths cost.
+
+    Attributes:
+        first, last: where a tree parts first and last, shape [forks].
+        supply, demands: as of :class:`Forks`.
+    """
+
+    first: np.ndarray
+    last: np.ndarray
+    supply: Leg
+    demands: tuple[Leg, ...]
+
+
 def forks_of(cost: np.ndarray, sources: np.ndarray, num_demands: int) -> Forks:
     """The forks of trees from some nodes.
 
@@ -79,15 +95,24 @@ def forks_of(cost: np.ndarray, sources: np.ndarray, num_demands: int) -> Forks:
         sources: nodes where the value can be made.
         num_demands: 2 or 3.
     """
-    reached = np.flatnonzero(np.isfinite(cost[sources]).any(axis=0))
+    reaches = np.isfinite(cost)
+    shape = _shape(reaches.tobytes(), len(cost), reaches[sources].any(axis=0).tobytes(), num_demands)
+    return Forks(cost[shape.first, shape.last], shape.supply, shape.demands)
+
+
+@lru_cache(maxsize=1 << 12)
+def _shape(reaches: bytes, num_nodes: int, reached: bytes, num_demands: int) -> _Shape:
+    """Forks by which nodes reach which, and which the supply reaches; many values have the same."""
+    nodes = np.flatnonzero(np.frombuffer(reached, dtype=bool))
     if num_demands == 2:
-        leg = Leg.of(reached)
-        return Forks(np.zeros(len(reached)), leg, (leg, leg))
-    tails, heads = np.nonzero(np.isfinite(cost[np.ix_(reached, reached)]) & ~np.eye(len(reached), dtype=bool))
-    first = np.concatenate([reached, *(reached[tails],) * 3])
-    last = np.concatenate([reached, *(reached[heads],) * 3])
-    alone = np.repeat([0, 0, 1, 2], [len(reached), *(len(tails),) * 3])
-    return Forks(cost[first, last], Leg.of(first), tuple(Leg.of(np.where(alone == d, first, last)) for d in range(3)))
+        leg = Leg.of(nodes)
+        return _Shape(nodes, nodes, leg, (leg, leg))
+    among = np.frombuffer(reaches, dtype=bool).reshape(num_nodes, num_nodes)[np.ix_(nodes, nodes)]
+    tails, heads = np.nonzero(among & ~np.eye(len(nodes), dtype=bool))
+    first = np.concatenate([nodes, *(nodes[tails],) * 3])
+    last = np.concatenate([nodes, *(nodes[heads],) * 3])
+    alone = np.repeat([0, 0, 1, 2], [len(nodes), *(len(tails),) * 3])
+    return _Shape(first, last, Leg.of(first), tuple(Leg.of(np.where(alone == d, first, last)) for d in range(3)))
 
 
 def together(num_demands: int) -> Iterator[range]:

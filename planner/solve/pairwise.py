@@ -14,11 +14,13 @@ import numpy as np
 
 from meshwright.planner.solve.bundle import Plane, Prices
 from meshwright.planner.solve.forks import Groups, Leg, forks_of, together
-from meshwright.planner.solve.problem import SEGMENTS, Demand, Flow, Problem, Restriction
+from meshwright.planner.solve.problem import SEGMENTS, Choice, Demand, Flow, Problem, Restriction
 from meshwright.planner.solve.program import NetworkCache, typical_seconds
 
 # Stands for "cannot be reached": so many times a typical objective. Far larger numbers would travel with the messages.
 _FAR = 100.0
+
+_NOTHING = np.zeros(1)
 
 Pair = tuple[int, int]
 
@@ -66,16 +68,15 @@ class Pairwise:
             for g, c in enumerate(problem.choices)
         ]
         self.unreachable_s = _FAR * typical_seconds(problem)
+        self._static = [_static(c)[kept] for c, kept in zip(problem.choices, self.kept, strict=True)]
         self.own = [self._of_choice(g) for g in range(len(problem.choices))]
         self.rank = [(g, -1) for g in range(len(problem.choices))]
         self.between: dict[Pair, Priced] = {}
         self.groups: dict[Pair, Groups] = {}
-        for index, flow in enumerate(problem.flows):
-            allowed = flow.allowed & restriction.arcs[index] if index in restriction.arcs else flow.allowed
-            self._add_flow(flow, cache.routes(flow.network, allowed).cost)
-        self._static = [
-            sum(c.memory_bytes.values(), np.zeros(c.num_candidates))[k] for c, k in zip(problem.choices, self.kept, strict=True)
-        ]
+        arcs = [f.allowed & restriction.arcs[i] if i in restriction.arcs else f.allowed for i, f in enumerate(problem.flows)]
+        costs = cache.costs([(flow.network, allowed) for flow, allowed in zip(problem.flows, arcs, strict=True)])
+        for flow, cost in zip(problem.flows, costs, strict=True):
+            self._add_flow(flow, cost)
         self._terms = [{g: bytes_[self.kept[g]] for g, bytes_ in _added(term).items()} for p in problem.peaks for term in p.terms]
         self._over_bytes = sum(problem.fixed_bytes.values()) - float(problem.memory_limit_bytes or 0)
 
@@ -87,24 +88,25 @@ class Pairwise:
 
     def _of_choice(self, g: int) -> Priced:
         choice, kept = self._problem.choices[g], self.kept[g]
-        static = sum(choice.memory_bytes.values(), np.zeros(choice.num_candidates))[kept]
-        own = Priced(self._problem.tie_memory_s_per_byte * static)
+        own = Priced(self._problem.tie_memory_s_per_byte * self._static[g])
         own.compute[choice.segment] = choice.count * choice.compute_s[kept]
         if choice.gather_s is not None:
             self._pay(own, choice.count * choice.gather_s[kept], choice.segment, choice.gather_hidden)
         return own
 
     def _pay(self, priced: Priced, seconds: np.ndarray, segment: int, hidden: bool) -> None:
-        unreachable = seconds >= self.unreachable_s
-        paid = np.where(unreachable, self.unreachable_s, seconds * (self._problem.tie_hidden if hidden else 1.0))
+        paid = seconds * self._problem.tie_hidden if hidden else seconds
+        if seconds.max() >= self.unreachable_s:
+            unreachable = seconds >= self.unreachable_s
+            paid, seconds = np.where(unreachable, self.unreachable_s, paid), np.where(unreachable, 0.0, seconds)
         priced.fixed = priced.fixed + paid
         if hidden:
-            priced.hidden[segment] = priced.hidden.get(segment, 0.0) + np.where(unreachable, 0.0, seconds)
+            priced.hidden[segment] = priced.hidden[segment] + seconds if segment in priced.hidden else seconds
 
     def _add_flow(self, flow: Flow, cost: np.ndarray) -> None:
         """The cheapest tree to all demands that need any path, exact for few of them."""
         at = flow.supply_nodes[self.kept[flow.supply]]
-        demands = [d for d in _different(flow.demands) if self._path(flow, d, cost, at).any()]
+        demands = [d for d in _different(flow.demands) if self._needs_a_path(flow, d, at)]
         for group in together(len(demands)):
             self._add_tree(flow, [demands[i] for i in group], cost, at, flow.count * len(group) / len(demands))
 
@@ -117,16 +119,16 @@ class Pairwise:
         self.own.append(Priced(np.zeros(len(forks.between))))
         self.rank.append((flow.supply, fork))
         self._pay(self.own[fork], times * forks.between, flow.segment, flow.hidden)
-        self._pay_leg(flow, flow.supply, fork, forks.supply, times * cost[np.ix_(at, forks.supply.nodes)])
+        self._pay_leg(flow, flow.supply, fork, forks.supply, times * cost[at[:, None], forks.supply.nodes])
         for demand, leg in zip(demands, forks.demands, strict=True):
             if demand.choice is None:
-                least = cost[np.ix_(leg.nodes, demand.nodes)].min(axis=1)
+                least = cost[leg.nodes[:, None], demand.nodes].min(axis=1)
                 self._pay(
                     self.own[fork], times * (least if leg.groups is None else least[leg.groups.index]), flow.segment, flow.hidden
                 )
             else:
                 wanted = demand.nodes[self.kept[demand.choice]]
-                self._pay_leg(flow, demand.choice, fork, leg, times * cost[np.ix_(leg.nodes, wanted)].T)
+                self._pay_leg(flow, demand.choice, fork, leg, times * cost[leg.nodes[:, None], wanted].T)
 
     def _pay_leg(self, flow: Flow, choice: int, fork: int, leg: Leg, seconds: np.ndarray) -> None:
         """Let a choice and forks pay; seconds by candidate of the choice and node of the leg."""
@@ -160,15 +162,26 @@ class Pairwise:
         if self.size_of(b) == 1:
             self._pay(self.own[a], seconds[:, 0], flow.segment, flow.hidden)
             return
-        pair = self.between.setdefault((min(a, b), max(a, b)), Priced(np.zeros(1)))
-        self._pay(pair, seconds if a < b else seconds.T, flow.segment, flow.hidden)
+        key = (a, b) if a < b else (b, a)
+        if key not in self.between:
+            self.between[key] = Priced(_NOTHING)
+        self._pay(self.between[key], seconds if a < b else seconds.T, flow.segment, flow.hidden)
+
+    def _needs_a_path(self, flow: Flow, demand: Demand, at: np.ndarray) -> bool:
+        """Whether a demand is not met wherever the supply makes the value."""
+        if demand.choice is None:
+            return not set(at.tolist()) <= set(demand.nodes.tolist())
+        wanted = demand.nodes[self.kept[demand.choice]]
+        if demand.choice == flow.supply:
+            return bool((at != wanted).any())
+        return len({*at.tolist(), *wanted.tolist()}) > 1
 
     def _path(self, flow: Flow, demand: Demand, cost: np.ndarray, at: np.ndarray) -> np.ndarray:
         """Seconds of one value from where each candidate of the supply makes it, shape [supply] or [supply, demand]."""
         if demand.choice is None:
-            return cost[np.ix_(at, demand.nodes)].min(axis=1)
+            return cost[at[:, None], demand.nodes].min(axis=1)
         wanted = demand.nodes[self.kept[demand.choice]]
-        return cost[at, wanted] if demand.choice == flow.supply else cost[np.ix_(at, wanted)]
+        return cost[at, wanted] if demand.choice == flow.supply else cost[at[:, None], wanted]
 
     # --- what it is at some prices, and what a plan is at any ---
 
@@ -211,6 +224,11 @@ class Pairwise:
         terms = np.array([sum(float(b[at[g]]) for g, b in term.items()) for term in self._terms])
         chosen = tuple(int(kept[i]) for kept, i in zip(self.kept, at, strict=False))
         return Plane(fixed, compute, hidden, over, terms, chosen)
+
+
+def _static(choice: Choice) -> np.ndarray:
+    """Bytes of a choice by candidate that are there all the time."""
+    return np.add.reduce(list(choice.memory_bytes.values())) if choice.memory_bytes else np.zeros(choice.num_candidates)
 
 
 def _added(term: Sequence[tuple[int, np.ndarray]]) -> dict[int, np.ndarray]:

@@ -20,6 +20,27 @@ def weights(network: Network) -> np.ndarray:
     return network.seconds + _FEWER_ARCS_S
 
 
+def distances(parts: Sequence[tuple[Network, np.ndarray]]) -> list[np.ndarray]:
+    """Seconds of all shortest paths in the allowed part of each network, shape [nodes, nodes]; infinite where there is none.
+
+    Networks of one size go together (Floyd and Warshall).
+    """
+    found: list[np.ndarray] = [np.empty(0)] * len(parts)
+    of_size: dict[int, list[int]] = {}
+    for i, (network, _) in enumerate(parts):
+        of_size.setdefault(network.num_nodes, []).append(i)
+    for n, members in of_size.items():
+        cost = np.full((len(members), n, n), np.inf)
+        cost[:, np.arange(n), np.arange(n)] = 0.0
+        for own, i in zip(cost, members, strict=True):
+            network, allowed = parts[i]
+            own[network.tails[allowed], network.heads[allowed]] = weights(network)[allowed]
+            found[i] = own
+        for k in range(n):
+            np.minimum(cost, cost[:, :, k, None] + cost[:, None, k, :], out=cost)
+    return found
+
+
 class Routes:
     """All shortest paths in the allowed part of a network (Floyd and Warshall)."""
 

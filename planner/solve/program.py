@@ -21,7 +21,7 @@ import numpy as np
 from meshwright.planner.solve.backend import LinearProgram
 from meshwright.planner.solve.marginals import Link
 from meshwright.planner.solve.network import without_dominated
-from meshwright.planner.solve.paths import Routes, on_some_path
+from meshwright.planner.solve.paths import Routes, distances, on_some_path
 from meshwright.planner.solve.problem import SEGMENTS, Demand, Flow, Network, Problem, Restriction
 
 # The objective is scaled so that a typical problem's is about this, well above the solver's tolerances (1e-7).
@@ -168,6 +168,14 @@ class NetworkCache:
         self._useful: dict[tuple, np.ndarray] = {}
         self._routes: dict[tuple, Routes] = {}
         self._arcs: dict[tuple, np.ndarray] = {}
+        self._costs: dict[tuple, np.ndarray] = {}
+
+    def costs(self, parts: Sequence[tuple[Network, np.ndarray]]) -> list[np.ndarray]:
+        """Seconds of shortest paths over the allowed arcs of each network, shape [nodes, nodes]."""
+        keys = [(id(network), allowed.tobytes()) for network, allowed in parts]
+        new = {key: part for key, part in zip(keys, parts, strict=True) if key not in self._costs}
+        self._costs.update(zip(new, distances(list(new.values())), strict=True))
+        return [self._costs[key] for key in keys]
 
     def useful(self, network: Network, allowed: np.ndarray) -> np.ndarray:
         """Allowed arcs less the dominated ones, shape [arcs]."""

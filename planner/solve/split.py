@@ -61,7 +61,7 @@ def _difference_by_choice(problem: Problem, cache: NetworkCache, a: Sequence[int
 
 def _length(flow: Flow, cache: NetworkCache, chosen: Sequence[int]) -> float:
     """Seconds of a flow with a path of its own for every demand."""
-    cost = cache.routes(flow.network, flow.allowed).cost
+    (cost,) = cache.costs([(flow.network, flow.allowed)])
     source = flow.supply_nodes[chosen[flow.supply]]
     paths = (cost[source, d.nodes if d.choice is None else d.nodes[chosen[d.choice]]].min() for d in flow.demands)
     return flow.count * min(float(sum(paths)), _FAR)
@@ -73,6 +73,6 @@ def _distances(problem: Problem, cache: NetworkCache, g: int, c: int, byte_s: fl
     total = np.abs(own - own[c])
     for flow in problem.flows:
         if flow.supply == g:
-            cost, nodes = cache.routes(flow.network, flow.allowed).cost, flow.supply_nodes
+            (cost,), nodes = cache.costs([(flow.network, flow.allowed)]), flow.supply_nodes
             total += flow.count * np.minimum(np.minimum(cost[nodes[c], nodes], cost[nodes, nodes[c]]), _FAR)
     return total
