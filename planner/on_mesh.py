@@ -135,6 +135,12 @@ class OnMesh:
         with self.program.clock.phase("bound"):
             return self.program.floors.compute_s(self.mesh.sizes)
 
+    @property
+    def known_s(self) -> float:
+        """Lower bound of any plan's time here, as far as it is known already: compute alone, and what was found of all plans together."""
+        task = self._tasks.get(("auto", True))
+        return self.floor_s if task is None else max(self.floor_s, task.ahead.bound_s)
+
     @cached_property
     def pins(self) -> dict[int, tuple[Pin, ...]]:
         """The pins of every cluster that has some.

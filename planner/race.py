@@ -87,7 +87,7 @@ class Race:
         are worth anything; then all others are looked at roughly, and the one that promises most is looked at more closely."""
         enough, known = enough_s * (1 + max(close, 0.0)), False
         place = {id(on): k for k, on in enumerate(most_promising(meshes))}
-        waiting = [(on.floor_s, 0, place[id(on)], k) for k, on in enumerate(meshes)]
+        waiting = [(on.known_s, 0, place[id(on)], k) for k, on in enumerate(meshes)]
         while waiting:
             item = min(waiting) if known else min(waiting, key=lambda item: item[2])
             waiting.remove(item)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshwright.planner.solve.forks import Groups, Leg, forks_of, together
-from meshwright.planner.solve.paths import Routes, cheapest_tree
+from meshwright.planner.solve.paths import Routes, cheapest_tree, distances
 from meshwright.planner.solve.problem import Network
 
 
@@ -51,6 +51,14 @@ def test_forks_start_only_where_the_value_can_be():
     network = Network(4, np.array([0, 2]), np.array([1, 3]), np.array([1.0, 1.0]))
     forks = forks_of(Routes(network, np.ones(2, dtype=bool)).cost, np.array([0]), 2)
     assert forks.supply.nodes.tolist() == [0, 1]
+
+
+def test_shortest_paths_of_many_networks_at_once_are_those_of_each():
+    rng = np.random.default_rng(5)
+    parts = [(network, rng.random(network.num_arcs) < 0.8) for network in (random_network(rng) for _ in range(40))]
+    for (network, allowed), cost in zip(parts, distances(parts), strict=True):
+        np.testing.assert_array_equal(cost, Routes(network, allowed).cost)
+    assert distances([]) == []
 
 
 def test_all_demands_are_in_exactly_one_tree():

@@ -111,6 +111,7 @@ class Look:
         self._rounds, self._read = rounds, list[tuple[Prices, list[int]]]()
         self._proved = [np.full(c.num_candidates, -np.inf) for c in problem.choices]
         self._risen, self._free_bound = [-np.inf] * _PATIENCE, -np.inf
+        self._free = Prices.none(problem)
         self._priced: Prices | None = None
 
     def until(self, beat_s: float) -> Foresight:
@@ -128,19 +129,17 @@ class Look:
 
     def meets_a_plan(self) -> bool:
         """Whether a plan that reaches all and fits is met at once."""
-        self._price(Prices.none(self.problem))
+        self._price(self._free)
         self.messages.sweep(_A_FEW)
         plane = self.messages.reading()
-        self._priced = None
         return plane.objective < self.messages.unreachable_s and fits(self.problem, plane)
 
     def _next(self) -> list[Prices]:
         """The prices to try next: none of memory at first, then likely ones, then where the bound may be higher."""
         if self._rounds <= 0:
             return []
-        free = Prices.none(self.problem)
-        if not any(map(free.equals, self.tried)):
-            return [free]
+        if not any(map(self._free.equals, self.tried)):
+            return [self._free]
         proposed = self._proposed()
         if proposed is not None and self._likely is not None:
             proposed, self._likely = self._likely, None
@@ -152,8 +151,9 @@ class Look:
 
     def _at(self, prices: Prices, beat_s: float) -> bool:
         """Learn what some prices prove; whether that is all. A bound that is high enough is all that is learned for now."""
-        if self._priced is not prices:
+        if not any(prices is known for known in self.tried):
             self.tried.append(prices)
+        if self._priced is not prices:
             self._price(prices)
         self.messages.settle(_PASSES, _WORTH * self.gap, beat_s)
         is_short = self.messages.plain_bound >= beat_s

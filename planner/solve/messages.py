@@ -54,16 +54,21 @@ class Messages:
         """The variables in order, and the edges from each one to those that come after and before it."""
         rank = self._pairwise.rank
         self._order = sorted(range(len(rank)), key=rank.__getitem__)
+        place = [0] * len(rank)
+        for k, g in enumerate(self._order):
+            place[g] = k
         edges: list[list[Edge]] = [[] for _ in rank]
         groups = self._pairwise.groups
         for (a, b), number in self._number.items():
             edges[a].append((number, b, groups.get((a, b)), groups.get((b, a))))
-        self._edges = [sorted(around, key=lambda e: rank[e[1]]) for around in edges]
-        self._after = [[e for e in around if rank[e[1]] > rank[g]] for g, around in enumerate(self._edges)]
-        self._before = [[e for e in around[::-1] if rank[e[1]] < rank[g]] for g, around in enumerate(self._edges)]
-        self._parts = [
-            (_part(len(after), len(before)), _part(len(before), len(after)))
-            for after, before in zip(self._after, self._before, strict=True)
+        for around in edges:
+            around.sort(key=lambda e: place[e[1]])
+        self._edges = edges
+        self._after = [[e for e in around if place[e[1]] > place[g]] for g, around in enumerate(edges)]
+        self._before = [[e for e in around[::-1] if place[e[1]] < place[g]] for g, around in enumerate(edges)]
+        self._forth = [(g, self._after[g], _part(len(self._after[g]), len(self._before[g]))) for g in self._order if self._after[g]]
+        self._back = [
+            (g, self._before[g], _part(len(self._before[g]), len(self._after[g]))) for g in reversed(self._order) if self._before[g]
         ]
 
     # --- bounds ---
@@ -79,15 +84,13 @@ class Messages:
         self._terms = Sum(alone, pairs, self._edges)
         self._sent = [np.zeros(self._pairwise.size_of(b)) for _, b in self._number]
         self._total = [own.copy() for own in alone]
+        self._starts = np.cumsum([0, *(len(total) for total in self._total[:-1])])
 
     def sweep(self, times: int) -> None:
         """Pass messages over all pairs, forth and back by turns: each choice gives parts of what it has to those after it."""
         for k in range(times):
-            forth = k % 2 == 0
-            for g in self._order if forth else reversed(self._order):
-                edges = self._after[g] if forth else self._before[g]
-                if edges:
-                    self._give(g, edges, self._parts[g][0 if forth else 1])
+            for g, edges, share in self._back if k % 2 else self._forth:
+                self._give(g, edges, share)
 
     def _give(self, g: int, edges: Sequence[Edge], share: float) -> None:
         pairs, total, sent = self._terms.pairs, self._total, self._sent
@@ -117,7 +120,11 @@ class Messages:
     @property
     def plain_bound(self) -> float:
         """A lower bound of the objective, once messages were passed: that of :meth:`proved` is never below it."""
-        return self._base + sum(float(total.min()) for total in self._total)
+        return self._base + sum(self._least())
+
+    def _least(self) -> list[float]:
+        """The least of each variable's total."""
+        return np.minimum.reduceat(np.concatenate(self._total), self._starts).tolist()
 
     def proved(self) -> tuple[float, list[np.ndarray]]:
         """A lower bound of the objective, and of that of plans with each candidate: infinite where it is not allowed."""
@@ -126,7 +133,7 @@ class Messages:
             number = self._number[pair]
             slack, least = Slack.of(self._terms.pairs[number], sent[number], sent[number ^ 1], groups.get(pair[::-1]))
             pairs[pair], bound = slack, bound + least
-        least_of = [float(total.min()) for total in self._total]
+        least_of = self._least()
         raised = over_forests([total - least for total, least in zip(self._total, least_of, strict=True)], pairs)
         above = max(float(r.min()) for r in raised)
         bound += self._base + sum(least_of)

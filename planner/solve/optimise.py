@@ -87,8 +87,9 @@ def optimise_below(
         return Excluded(ahead.bound_s)
     if ahead.look is not None and ahead.about_s > ahead.bound_s * (1 + effort.gap):
         ahead = ahead.look.move()
+    is_near = ahead.about_s * (1 - effort.foreseen * effort.gap) <= ahead.bound_s  # then it is taken as it is
     for likely in _LIKELY:
-        cutoff_s = min(beat_s, likely * ahead.bound_s)
+        cutoff_s = min(beat_s, max(likely * ahead.bound_s, ahead.about_s * (1 + _EXACT) if is_near else 0.0))
         found = Search(problem, restriction, cache, effort, cutoff_s, unlimited, ahead).run()
         if cutoff_s >= beat_s:
             break

@@ -39,13 +39,13 @@ class Priced:
     hidden: dict[int, np.ndarray] = field(default_factory=dict)
     compute: dict[int, np.ndarray] = field(default_factory=dict)
 
-    def at(self, weights: np.ndarray) -> np.ndarray:
-        """At weights by segment; always a new array."""
-        total = self.fixed.copy()
+    def at(self, weights: Sequence[float]) -> np.ndarray:
+        """At weights by segment; not to be changed."""
+        total = self.fixed
         for segment, seconds in self.hidden.items():
-            total += weights[segment] * seconds
+            total = total + weights[segment] * seconds if weights[segment] else total
         for segment, seconds in self.compute.items():
-            total += (1.0 - weights[segment]) * seconds
+            total = total + (1.0 - weights[segment]) * seconds
         return total
 
 
@@ -193,18 +193,19 @@ class Pairwise:
 
     def at(self, prices: Prices) -> tuple[float, list[np.ndarray], list[np.ndarray]]:
         """What is paid anyway, by each variable, and by each pair: pair ``k`` at ``2 k`` by candidate of its first variable and its second,
-        at ``2 k + 1`` the other way round; new arrays."""
-        alone = [own.at(prices.weights) for own in self.own]
+        at ``2 k + 1`` the other way round; not to be changed."""
+        weights = prices.weights.tolist()
+        alone = [own.at(weights) for own in self.own]
         pairs = []
         for pair in self.between.values():
-            matrix = pair.at(prices.weights)
+            matrix = np.ascontiguousarray(pair.at(weights))
             pairs += [matrix, np.ascontiguousarray(matrix.T)]
         if not prices.is_free:
-            for seconds, static in zip(alone, self._static, strict=False):
-                seconds += prices.byte_s * static
+            for g, static in enumerate(self._static):
+                alone[g] = alone[g] + prices.byte_s * static
             for j in np.flatnonzero(prices.term_s):
                 for g, bytes_ in self._terms[j].items():
-                    alone[g] += prices.term_s[j] * bytes_
+                    alone[g] = alone[g] + prices.term_s[j] * bytes_
         return prices.byte_s * self._over_bytes, alone, pairs
 
     def plane(self, at: Sequence[int]) -> Plane:
