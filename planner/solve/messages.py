@@ -66,9 +66,13 @@ class Messages:
         self._edges = edges
         self._after = [[e for e in around if place[e[1]] > place[g]] for g, around in enumerate(edges)]
         self._before = [[e for e in around[::-1] if place[e[1]] < place[g]] for g, around in enumerate(edges)]
-        self._forth = [(g, self._after[g], _part(len(self._after[g]), len(self._before[g]))) for g in self._order if self._after[g]]
+        self._forth = [
+            (g, self._after[g], _part(len(self._after[g]), len(self._before[g]))) for g in self._order if self._after[g]
+        ]
         self._back = [
-            (g, self._before[g], _part(len(self._before[g]), len(self._after[g]))) for g in reversed(self._order) if self._before[g]
+            (g, self._before[g], _part(len(self._before[g]), len(self._after[g])))
+            for g in reversed(self._order)
+            if self._before[g]
         ]
 
     # --- bounds ---
