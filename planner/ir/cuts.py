@@ -93,6 +93,15 @@ def stacked(shapes: Sequence[np.ndarray]) -> np.ndarray:
     return found
 
 
+def split_at(flat: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
+    """What lies behind each other, one by one: ``np.split`` by lengths, which takes longer for many parts."""
+    found, start = [], 0
+    for length in lengths:
+        found.append(flat[start : start + length])
+        start += length
+    return found
+
+
 def _product(dim: np.ndarray, sizes: Sequence[int] | np.ndarray, num_dims: int) -> np.ndarray:
     """``sizes`` may differ: int64 [..., axes]."""
     found = np.ones((*dim.shape[:-1], num_dims), dtype=np.int64)

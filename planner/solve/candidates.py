@@ -46,12 +46,14 @@ class Candidate:
     kept: tuple[Placements, ...] | None = None
 
     @classmethod
-    def of(cls, rows: tuple[ClusterRow, ...]) -> Candidate:
+    def of(cls, rows: tuple[ClusterRow, ...], kept: tuple[Placements, ...] | None = None) -> Candidate:
+        """What some rows make together, with the path of a kept copy."""
         return cls(
             rows,
-            tuple(zip(*(r.ins for r in rows), strict=True)),
-            tuple(zip(*(r.outs for r in rows), strict=True)),
-            None if rows[0].rest is None else tuple(r.rest or R for r in rows),
+            tuple(zip(*[r.ins for r in rows], strict=True)),
+            tuple(zip(*[r.outs for r in rows], strict=True)),
+            None if rows[0].rest is None else tuple([r.rest or R for r in rows]),
+            kept,
         )
 
     @property

@@ -8,15 +8,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 
 from meshwright.planner.cost.compute import Priced, priced_columns
 from meshwright.planner.ir.cluster import Cluster, ClusterRow
-from meshwright.planner.ir.cuts import Cuts, cuts_of_columns, divide, padded, piece_numels, stacked
-from meshwright.planner.ir.graph import Value
+from meshwright.planner.ir.cuts import Cuts, cuts_of_columns, divide, padded, split_at, stacked
+from meshwright.planner.ir.graph import GraphInput, Value
 from meshwright.planner.ir.known import Known
 from meshwright.planner.ir.spec import Placement, Placements, R, S
 from meshwright.planner.kinds import signature_of
@@ -69,20 +69,23 @@ class Expanded:
         return self.table.priced(self.index)
 
     @cached_property
-    def rest(self) -> Cuts:
-        """How candidates cut a placeholder at rest, [candidates, axes]."""
-        return self.table.rest().of_candidates(self.index)
+    def held(self) -> Held:
+        """What candidates hold in memory."""
+        return Held.of(self)
 
     @cached_property
-    def results(self) -> tuple[np.ndarray, Cuts]:
-        """Global shapes of the ops' results for every candidate, and how they are cut, [candidates * results]."""
-        shape = np.tile(padded([v.shape for _, _, v in self.table.results]), (len(self.index), 1))
-        return shape, self.table.result_cuts().of_candidates(self.index)
+    def _all(self) -> tuple[int, ...]:
+        return tuple(range(len(self.numbers)))
+
+    @cached_property
+    def _are_unlike(self) -> bool:
+        """Whether all signatures differ."""
+        return len(set(self.numbers)) == len(self.numbers)
 
     def cheapest_of_equals(self, seconds: np.ndarray) -> tuple[int, ...]:
         """Indices of the candidates that remain when of several with one signature only the fastest is kept."""
-        if len(set(self.numbers)) == len(self.numbers):
-            return tuple(range(len(self.numbers)))
+        if self._are_unlike:
+            return self._all
         best: dict[int, int] = {}
         for i, (number, s) in enumerate(zip(self.numbers, seconds.tolist(), strict=True)):
             if s < seconds[best.setdefault(number, i)]:
@@ -106,27 +109,54 @@ class Expanded:
             self._longer[key] = Expanded(self.candidates + more.candidates, self.table, index, self.numbers + more.numbers)
         return self._longer[key]
 
-    def result_bytes(self, numels: np.ndarray) -> dict[tuple[int, int], np.ndarray]:
-        """(op, result) to bytes of its largest piece, float64 [candidates], none where a copy of it is kept, which counts apart; from the
-        elements of all, [candidates * results]."""
-        root, results = self.table.root, self.table.results
-        itemsize = np.array([v.dtype.itemsize for _, _, v in results])
-        sizes = (numels.reshape(len(self.index), len(results)) * itemsize).astype(float).T
-        found = {(m, k): size for (m, k, _), size in zip(results, sizes, strict=True)}
-        for m, k, v in results if root is not None and self.kept_at.any() else ():
-            if root is not None and v.name in root.views:
-                found[m, k] = np.where(self.kept_at, 0.0, found[m, k])
-        return found
 
-    def rest_numels(self, shape: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
-        """Elements of the largest piece of a placeholder of this shape at rest, int64 [candidates]."""
-        return piece_numels(padded([shape]), self.rest, sizes)
+@dataclass(frozen=True)
+class Held:
+    """What candidates of a cluster hold in memory, one behind the other: for each what its ops make; then for each the placeholder at rest;
+    then for each the copy that it keeps.
+
+    Attributes:
+        shape: global shapes, int64 [pieces, dims].
+        cuts: how they are cut, [pieces, axes].
+        unit: bytes of an element of a result, none where a copy of it is kept, which counts apart; one for a placeholder and for a kept
+            copy, and none where there is no copy; float64 [pieces].
+    """
+
+    shape: np.ndarray
+    cuts: Cuts
+    unit: np.ndarray
+
+    @classmethod
+    def of(cls, expanded: Expanded) -> Held:
+        table, num = expanded.table, len(expanded.index)
+        unit = np.tile(table.result_unit, (num, 1))
+        parts = [(table.result_shape, table.result_cuts().of_candidates(expanded.index), unit)]
+        if table.source is not None:
+            parts.append((padded([table.source.value.shape]), table.rest().of_candidates(expanded.index), np.ones(num)))
+        if table.root is not None:
+            unit[np.ix_(expanded.kept_at, table.is_view)] = 0.0
+            paths = [(R,) * expanded.index.shape[1] if c.kept is None else c.kept[-1] for c in expanded.candidates]
+            parts.append(
+                (padded([table.root.value.shape]), Cuts.of(paths, expanded.index.shape[1]), expanded.kept_at.astype(float))
+            )
+        if len(parts) == 1:
+            return cls(np.tile(parts[0][0], (num, 1)), parts[0][1], unit.ravel())
+        shapes, cuts, units = zip(*parts, strict=True)
+        shape = stacked([np.tile(shape, (num, 1)) for shape in shapes])
+        return cls(shape, Cuts.stacked(cuts), np.concatenate([u.ravel() for u in units]))
 
 
-def product_of(per_axis: Sequence[Sequence[int]]) -> np.ndarray:
-    """All combinations of one row per axis, int64 [combinations, axes]; the last axis changes fastest."""
+def product_of(per_axis: Sequence[tuple[int, ...]]) -> np.ndarray:
+    """All combinations of one row per axis, int64 [combinations, axes], read-only; the last axis changes fastest."""
+    return _product_of(tuple(per_axis))
+
+
+@lru_cache(maxsize=1 << 12)
+def _product_of(per_axis: tuple[tuple[int, ...], ...]) -> np.ndarray:
     grids = np.meshgrid(*(np.array(rows, dtype=np.int64) for rows in per_axis), indexing="ij")
-    return np.stack([grid.ravel() for grid in grids], axis=1)
+    found = np.stack([grid.ravel() for grid in grids], axis=1)
+    found.setflags(write=False)
+    return found
 
 
 class _Product:
@@ -142,17 +172,24 @@ class _Product:
         dim, split = table.columns.dim[self._index], table.columns.split[self._index]
         self._n, self._v = np.nonzero(_cut_twice(dim))
         self.shape, self.cuts = table.shape[self._v], Cuts(dim[self._n, :, self._v], split[self._n, :, self._v])
-        self._ragged: np.ndarray = np.zeros(len(self._n), dtype=bool)
+        self._ragged: np.ndarray | None = None
         self._storable: np.ndarray = np.ones(len(self._index), dtype=bool)
         if table.may_be_uneven:
             self._ragged = np.asarray((table.uneven[self._index[self._n]] | (self.cuts.dim < 0)).all(axis=1))
             self._storable = _storable(Cuts(table.rest().dim[self._index, 0], table.rest().split[self._index, 0]))
         self._found: dict[bytes, Expanded] = {}
+        self._alone: Expanded | None = None
+
+    def alone(self) -> Expanded:
+        """All combinations that can be stored: where nothing is cut twice no size has a say."""
+        if self._alone is None:
+            self._alone = self._table.expanded(self._index[self._storable])
+        return self._alone
 
     def expanded(self, even: np.ndarray, sizes: tuple[int, ...]) -> Expanded:
         """The combinations that are legal together; ``even``: whether what is cut twice has equal pieces, bool [twice]."""
         bad = ~even
-        for at in np.flatnonzero(bad & self._ragged).tolist():
+        for at in np.flatnonzero(bad & self._ragged).tolist() if self._ragged is not None else ():
             v = int(self._v[at])
             placed = tuple(p for r in self._index[self._n[at]].tolist() for p in self._table.placed(r, v))
             bad[at] = not pieces_exist(self._table.shapes[v], placed, sizes)
@@ -177,23 +214,33 @@ class RowTable:
         columns: how each of the cluster's own rows cuts them, [rows, columns].
         uneven: whether a row may be uneven, bool [rows].
         results: (op, result) to its value.
+        source: the placeholder, if it is one's.
+        result_shape: of the results, int64 [results, dims].
+        result_unit: bytes of an element of each result, float64 [results].
+        is_view: whether a result only looks at a kept copy in another way, bool [results].
     """
 
     def __init__(self, cluster: Cluster):
         self.rows, self.root = list(cluster.rows), root_of(cluster)
-        self._cluster, self._source = replace(cluster), cluster.source  # a copy: this must not keep the cluster itself
+        self._cluster, self.source = replace(cluster), cluster.source  # a copy: this must not keep the cluster itself
         self.may_be_uneven = cluster.source is not None and cluster.source.role == "parameter"
         self.shapes, placed = _distinct_columns(cluster)
         self.shape, self.columns = padded(self.shapes), cuts_of_columns(placed, len(self.rows))
         self.uneven = np.array([row.uneven for row in self.rows])
         self.results = [(m, k, v) for m, op in enumerate(cluster.ops) for k, v in enumerate(op.outs) if v is not None]
+        self.result_shape = padded([v.shape for _, _, v in self.results])
+        self.result_unit = np.array([v.dtype.itemsize for _, _, v in self.results], dtype=float)
+        self.is_view = np.array([self.root is not None and v.name in self.root.views for _, _, v in self.results], dtype=bool)
         self._whole = tuple(i for i, row in enumerate(self.rows) if _is_whole(cluster, row))[:1]
         self._roots = None if self.root is None else _made_roots(cluster, self.root)
         self._edges = [edges(row) for row in self.rows]
         self._on: dict[int, tuple[int, ...]] = {}
+        self._wanted: dict[tuple[int, frozenset[Edges]], tuple[int, ...]] = {}
         self._products: dict[tuple, _Product] = {}
         self._made: dict[tuple, tuple[Candidate, int]] = {}
         self._numbers: dict[tuple, int] = {}
+        self._edge_of: list[int] = []
+        self._edge_numbers: dict[Edges, int] = {}
         self._kept_at: dict[int, int] = {}
         self._of_rows: dict[str, tuple[int, Any]] = {}
 
@@ -207,7 +254,7 @@ class RowTable:
 
     def settle(self, size: int) -> bool:
         """Whether it is known which rows are legal over one axis; it is at once where everything must be whole."""
-        if size not in self._on and (size == 1 or (self._source is not None and self._source.role in WHOLE_ROLES)):
+        if size not in self._on and (size == 1 or (self.source is not None and self.source.role in WHOLE_ROLES)):
             self._on[size] = self._whole
         return size in self._on
 
@@ -233,31 +280,31 @@ class RowTable:
 
     def product(self, sizes: tuple[int, ...], wanted: Sequence[frozenset[Edges] | None]) -> _Product:
         """The rows of each axis combined: those that are wanted there."""
-        per_axis = [self.on(n) for n in sizes]
-        for axis, want in enumerate(wanted):
-            if want is not None:
-                per_axis[axis] = tuple(r for r in per_axis[axis] if self._edges[r] in want)
-        key = tuple(per_axis)
+        key = tuple([self._of_those(n, want) for n, want in zip(sizes, wanted or (None,) * len(sizes), strict=True)])
         if key not in self._products:
             self._products[key] = _Product(self, key)
         return self._products[key]
 
+    def _of_those(self, size: int, want: frozenset[Edges] | None) -> tuple[int, ...]:
+        """Rows legal over one axis alone: those that are wanted."""
+        if want is None:
+            return self.on(size)
+        if (size, want) not in self._wanted:
+            self._wanted[size, want] = tuple(r for r in self.on(size) if self._edges[r] in want)
+        return self._wanted[size, want]
+
     def expanded(self, index: np.ndarray, paths: Sequence[tuple[Placements, ...] | None] | None = None) -> Expanded:
         """Candidates by their rows, and by the paths that their kept copies pass through."""
-        made = [
-            self._candidate(rows, path)
-            for rows, path in zip(map(tuple, index.tolist()), paths or [None] * len(index), strict=True)
-        ]
+        keys = zip(map(tuple, index.tolist()), paths or [None] * len(index), strict=True)
+        made = [self._made.get(key) or self._candidate(*key) for key in keys]
         return Expanded(tuple(c for c, _ in made), self, index, tuple(n for _, n in made))
 
     def _candidate(self, rows: tuple[int, ...], path: tuple[Placements, ...] | None) -> tuple[Candidate, int]:
-        """What some rows make together, and the number of its signature."""
-        found = self._made.get((rows, path))
-        if found is None:
-            candidate = Candidate.of(tuple(self.rows[r] for r in rows))
-            candidate = candidate if path is None else replace(candidate, kept=path)
-            number = self._numbers.setdefault(candidate.signature, len(self._numbers))
-            found = self._made[rows, path] = candidate, number
+        """What some rows make together, and the number of its signature: that follows from what each row reads and makes, and the path."""
+        for row in self.rows[len(self._edge_of) :]:
+            self._edge_of.append(self._edge_numbers.setdefault(edges(row), len(self._edge_numbers)))
+        number = self._numbers.setdefault((*[self._edge_of[r] for r in rows], path), len(self._numbers))
+        found = self._made[rows, path] = Candidate.of(tuple([self.rows[r] for r in rows]), path), number
         return found
 
     # --- what each row says, those that keep a copy among them ---
@@ -311,7 +358,7 @@ def look_up_rows(tables: Sequence[RowTable], sizes: Iterable[int]) -> None:
         if new:
             flat = [Cuts(t.columns.dim.reshape(-1, 1), t.columns.split.reshape(-1, 1)) for t in new]
             shape = stacked([np.tile(t.shape, (len(t.columns.dim), 1)) for t in new])
-            even = np.split(divide(shape, Cuts.stacked(flat), (size,)), np.cumsum([len(c.dim) for c in flat])[:-1])
+            even = split_at(divide(shape, Cuts.stacked(flat), (size,)), [len(c.dim) for c in flat])
             for table, part in zip(new, even, strict=True):
                 table.tell(size, part.reshape(table.columns.dim.shape))
 
@@ -340,12 +387,13 @@ def expand_all(
 
 
 def _all_expanded(products: Sequence[_Product], sizes: tuple[int, ...]) -> list[Expanded]:
-    distinct = list({id(p): p for p in products}.values())
-    if not distinct:
-        return []
-    even = divide(stacked([p.shape for p in distinct]), Cuts.stacked([p.cuts for p in distinct]), sizes)
-    parts = np.split(even, np.cumsum([len(p.shape) for p in distinct])[:-1])
-    found = {id(product): product.expanded(part, sizes) for product, part in zip(distinct, parts, strict=True)}
+    distinct = {id(p): p for p in products}
+    twice = [p for p in distinct.values() if len(p.shape)]
+    found = {key: p.alone() for key, p in distinct.items() if not len(p.shape)}
+    if twice:
+        even = divide(stacked([p.shape for p in twice]), Cuts.stacked([p.cuts for p in twice]), sizes)
+        parts = split_at(even, [len(p.shape) for p in twice])
+        found.update((id(p), p.expanded(part, sizes)) for p, part in zip(twice, parts, strict=True))
     return [found[id(p)] for p in products]
 
 
@@ -353,9 +401,8 @@ _SHARED: weakref.WeakValueDictionary[tuple, RowTable] = weakref.WeakValueDiction
 
 
 def _table(cluster: Cluster) -> RowTable:
-    """The cluster's own, or that of one that computes the same with the same rows: the three projections of attention share it."""
-    if cluster.source is not None:
-        return RowTable(cluster)
+    """The cluster's own, or that of one that computes the same with the same rows: the three projections of attention share it, and so
+    do their weights."""
     key = _likeness(cluster)
     table = _SHARED.get(key)
     if table is None:
@@ -372,7 +419,16 @@ def _likeness(cluster: Cluster) -> tuple:
 
     edge = tuple((v.shape, v.dtype) for v in (*cluster.ins, *cluster.outs))
     ops = tuple((signature_of(op), numbers(op.ins), numbers(op.outs)) for op in cluster.ops)
-    return id(cluster.rows), edge, ops, numbers(cluster.ins), numbers(cluster.outs)
+    wired = numbers(cluster.ins), numbers(cluster.outs)
+    return id(cluster.rows), edge, ops, wired, None if cluster.source is None else _of_placeholder(cluster, cluster.source)
+
+
+def _of_placeholder(cluster: Cluster, source: GraphInput) -> tuple:
+    """What else placeholders' clusters must share: what it is for, how it is read, and which ops are computed again."""
+    first = {op.name: m for m, op in enumerate(cluster.ops)}
+    reads = [v.name == source.value.name for v in (*cluster.outs, *(v for op in cluster.ops for v in op.ins))]
+    again = [first.get(op.recompute_of or op.name, m) for m, op in enumerate(cluster.ops)]
+    return source.role, source.value.shape, source.value.dtype, tuple(reads), tuple(again)
 
 
 table_of: Callable[[Cluster], RowTable] = Known(_table)

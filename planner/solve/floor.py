@@ -35,10 +35,12 @@ class Floors:
         """Seconds of compute below which no plan on a mesh of these sizes can be."""
         key = tuple(sorted(sizes))
         if key not in self._known:
-            look_up_rows([table_of(first) for first in self._first.values()], key)
-            parts = [(first, _combined(table_of(first), key)) for first in self._first.values()]
-            least = [float(s.min()) for s in clusters_seconds(parts, key, self._device)]
-            self._known[key] = sum(self.counts[g] * s for g, s in zip(self._first, least, strict=True))
+            tables = {g: table_of(first) for g, first in self._first.items()}
+            look_up_rows(list(tables.values()), key)
+            alike = {id(table): (self._first[g], table) for g, table in tables.items()}
+            seconds = clusters_seconds([(first, _combined(table, key)) for first, table in alike.values()], key, self._device)
+            least = {table: float(s.min()) for table, s in zip(alike, seconds, strict=True)}
+            self._known[key] = sum(self.counts[g] * least[id(table)] for g, table in tables.items())
         return self._known[key]
 
 

@@ -24,7 +24,7 @@ from meshwright.planner.ir.graph import Op, Value
 from meshwright.planner.ir.redistribute import legal_step, step_axis
 from meshwright.planner.ir.spec import Placement, Placements, R
 from meshwright.planner.kinds import is_free
-from meshwright.planner.solve.candidates import Candidate, piece_bytes
+from meshwright.planner.solve.candidates import Candidate
 
 if TYPE_CHECKING:
     from meshwright.planner.solve.combine import Expanded
@@ -155,24 +155,12 @@ def _fastest(
     return min(found, key=lambda f: f[0], default=None)
 
 
-def kept_bytes(
-    members: Sequence[Cluster], expanded: Expanded, sizes: tuple[int, ...], times: Callable[[str], int]
-) -> dict[str, np.ndarray]:
-    """Bytes by candidate of the copies that clusters of one class keep, as the category ``"kept"``; nothing where none does."""
-    kept = np.flatnonzero(expanded.kept_at).tolist()
-    if not kept:
-        return {}
-    total = np.zeros(len(expanded.candidates))
-    for member in members:
-        root = root_of(member)
-        assert root is not None and member.source is not None
-        each = np.zeros(len(expanded.candidates))
-        for i in kept:
-            path = expanded.candidates[i].kept
-            assert path is not None
-            each[i] = piece_bytes(root.value, path[-1], sizes)
-        total += times(member.source.value.name) * each
-    return {"kept": total}
+def kept_unit(members: Sequence[Cluster], times: Callable[[str], int]) -> int:
+    """Bytes of all copies that clusters of one class keep, for an element of one; 0 where they can keep none."""
+    pairs = [(m.source, root_of(m)) for m in members]
+    return sum(
+        times(source.value.name) * root.value.dtype.itemsize for source, root in pairs if source is not None and root is not None
+    )
 
 
 def gathers_of(cluster: Cluster, candidate: Candidate, costs: StepCosts) -> list[tuple[str, int, int, float]]:

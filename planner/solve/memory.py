@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from meshwright.planner.ir.cluster import Cluster
 from meshwright.planner.ir.errors import InputError
 from meshwright.planner.ir.graph import GraphInput, OpGraph
 from meshwright.planner.ir.hardware import Device
-from meshwright.planner.solve.combine import Expanded
 
 # Bytes of optimizer state per parameter element: two float32 moments, none, or one float32 momentum.
 OPTIMIZER_BYTES: Mapping[str, int] = {"adamw": 8, "adam": 8, "sgd": 0, "sgd-momentum": 4}
@@ -70,30 +67,20 @@ def rest_bytes(source: GraphInput, numel: int, trained: Trained, has_gradient: b
     return {"parameters": size, "optimizer": numel * trained.state_bytes, **({"accumulated": size} if trained.adds_up else {})}
 
 
-def resting(
-    graph_gradients: frozenset[str],
-    members: Sequence[Cluster],
-    expanded: Expanded,
-    sizes: tuple[int, ...],
-    trained: Trained,
-    times: Callable[[str], int],
-) -> dict[str, np.ndarray]:
-    """Category to bytes by candidate of the placeholders of a class, all members together.
+def resting_units(
+    graph_gradients: frozenset[str], members: Sequence[Cluster], trained: Trained, times: Callable[[str], int]
+) -> dict[str, int]:
+    """Category to bytes of the placeholders of a class, all members together, for an element of one.
 
     Args:
         graph_gradients: value names of the parameters that get a gradient.
         members: clusters of the class.
-        expanded: candidates of the class.
-        sizes: of the mesh axes.
         trained: what training holds per parameter element.
         times: name of a value to how many it stands for.
     """
-    total: dict[str, np.ndarray] = {}
-    numels: dict[tuple[int, ...], np.ndarray] = {}
+    total: dict[str, int] = {}
     for source in (m.source for m in members if m.source is not None):
-        shape, name = source.value.shape, source.value.name
-        if shape not in numels:
-            numels[shape] = expanded.rest_numels(shape, sizes).astype(float)
+        name = source.value.name
         for category, size in rest_bytes(source, 1, trained, name in graph_gradients).items():
-            total[category] = total.get(category, 0.0) + numels[shape] * (size * times(name))
+            total[category] = total.get(category, 0) + size * times(name)
     return total

@@ -35,6 +35,8 @@ Term = tuple[tuple[int, np.ndarray], ...]
 ELSEWHERE = "elsewhere"
 """Category of what other points than the base hold more."""
 
+_CATEGORIES = ("activations", "working", "gradients")
+
 POINTS = 4
 """Points beside the base at most: each is a row."""
 
@@ -88,6 +90,8 @@ class _Alive:
         line: the points.
         last_forward: the last point of the forward.
         items: what has memory of its own.
+        choice, slot, times, category: of the items, int64 [items]: which of its choice's results an item is, -1 for none; the category's
+            number in ``_CATEGORIES``.
         starts, ends, counts: of the items' spans, int64 [spans].
         of: item of each span, int64 [spans].
     """
@@ -95,15 +99,19 @@ class _Alive:
     line: Timeline
     last_forward: int
     items: tuple[_Item, ...]
+    choice: np.ndarray
+    slot: np.ndarray
+    times: np.ndarray
+    category: np.ndarray
     starts: np.ndarray
     ends: np.ndarray
     counts: np.ndarray
     of: np.ndarray
 
-    def at(self, point: int) -> list[int]:
-        """How many of each item are alive at a point."""
+    def at(self, point: int) -> np.ndarray:
+        """How many of each item are alive at a point, float64 [items]."""
         counts = np.where((self.starts <= point) & (point <= self.ends), self.counts, 0)
-        return np.bincount(self.of, counts, len(self.items)).astype(np.int64).tolist()
+        return np.bincount(self.of, counts, len(self.items))
 
     def profile(self, sizes: np.ndarray) -> np.ndarray:
         """Bytes alive at every point, float64 [points]; ``sizes`` are those of the items."""
@@ -120,7 +128,17 @@ def _alive(layout: Layout, graph: OpGraph, clusters: ClusterGraph) -> _Alive:
     numbers = [(s.start, s.end, s.count, i) for i, item in enumerate(items) for s in item.spans]
     arrays = np.array(numbers, dtype=np.int64).reshape(-1, 4).T
     last = max((i for i, n in enumerate(line.names) if graph.by_name[n].phase == "forward"), default=0)
-    return _Alive(line, last, items, *arrays)
+    slots = [_slots(clusters.clusters[group[0]]) for group in layout.members]
+    facts = [
+        (i.choice, -1 if i.result is None else slots[i.choice][i.result], i.times, _CATEGORIES.index(i.category)) for i in items
+    ]
+    return _Alive(line, last, items, *np.array(facts, dtype=np.int64).reshape(-1, 4).T, *arrays)
+
+
+def _slots(cluster: Cluster) -> dict[tuple[int, int], int]:
+    """(op, result) to its place among what all ops make."""
+    made = ((m, k) for m, op in enumerate(cluster.ops) for k, v in enumerate(op.outs) if v is not None)
+    return {key: slot for slot, key in enumerate(made)}
 
 
 _Living = tuple[tuple[str, int, "tuple[int, int] | None"], tuple[Span, ...]]
@@ -167,6 +185,45 @@ def _gradients(layout: Layout, graph: OpGraph, clusters: ClusterGraph, line: Tim
             yield ("gradients", choice[parameters[output.name]], None), tuple(line.spans(maker, (), to_end=True))
 
 
+class Sizes:
+    """Bytes of what candidates hold, of all classes at once.
+
+    Args:
+        expanded: candidates of every class.
+        sizes: of the mesh axes.
+
+    Attributes:
+        num: how many candidates a class has, int64 [classes].
+        first: how many there are before them, int64 [classes].
+        flat: bytes of what all of them hold, elements of placeholders and kept copies, float64 [pieces]; see :class:`Held`.
+        start: where a class's begin in ``flat``, int64 [classes].
+        num_results: how many results a class has, int64 [classes].
+    """
+
+    def __init__(self, expanded: Sequence[Expanded], sizes: tuple[int, ...]):
+        distinct = {id(e): e for e in expanded}
+        held = [e.held for e in distinct.values()]
+        numels = piece_numels(stacked([h.shape for h in held]), Cuts.stacked([h.cuts for h in held]), sizes)
+        self.flat = numels * np.concatenate([h.unit for h in held])
+        starts = dict(zip(distinct, itertools.accumulate((len(h.unit) for h in held), initial=0), strict=False))
+        self.start = np.array([starts[id(e)] for e in expanded])
+        self.num, self.num_results = np.array([(len(e.index), len(e.table.results)) for e in expanded]).T
+        self.first = np.cumsum(self.num) - self.num
+
+    def at_rest(self, choice: int) -> np.ndarray:
+        """Elements of the largest piece of a placeholder at rest, float64 [candidates]."""
+        return self._part(choice, 0)
+
+    def kept(self, choice: int) -> np.ndarray:
+        """Elements of the largest piece of the copy that is kept, 0 where there is none, float64 [candidates]."""
+        return self._part(choice, 1)
+
+    def _part(self, choice: int, number: int) -> np.ndarray:
+        num = self.num[choice]
+        start = self.start[choice] + num * (self.num_results[choice] + number)
+        return self.flat[start : start + num]
+
+
 class MemoryRows:
     """Memory of a problem at the points that can bind.
 
@@ -174,8 +231,7 @@ class MemoryRows:
         graph: the program.
         clusters: its clusters.
         layout: its classes.
-        expanded: candidates of every class.
-        sizes: of the mesh axes.
+        sizes: of what candidates hold.
 
     Attributes:
         line: the points.
@@ -183,50 +239,44 @@ class MemoryRows:
         others: further points at which other plans have their peak.
     """
 
-    def __init__(
-        self,
-        graph: OpGraph,
-        clusters: ClusterGraph,
-        layout: Layout,
-        expanded: Sequence[Expanded],
-        sizes: tuple[int, ...],
-    ):
+    def __init__(self, graph: OpGraph, clusters: ClusterGraph, layout: Layout, sizes: Sizes):
         self._alive = layout.once("alive", lambda: _alive(layout, graph, clusters))
-        self.line = self._alive.line
-        results = _result_bytes(expanded, sizes)
-        rests: dict[int, np.ndarray] = {}
-        for item in self._alive.items:
-            if item.result is None and item.choice not in rests:
-                source = clusters.clusters[layout.members[item.choice][0]].source
-                assert source is not None
-                numels = expanded[item.choice].rest_numels(source.value.shape, sizes)
-                rests[item.choice] = numels.astype(float) * source.value.dtype.itemsize
-        self._bytes = [
-            rests[item.choice] if item.result is None else results[item.choice][item.result] for item in self._alive.items
-        ]
-        self.base, self.others = self._points([len(e.candidates) for e in expanded])
+        self.line, self._num, self._first = self._alive.line, sizes.num, sizes.first
+        choice, slot = self._alive.choice, self._alive.slot
+        num, width, rests = sizes.num[choice], sizes.num_results[choice], slot < 0
+        self._start = np.cumsum(num) - num  # of each item's candidates among those of all items
+        self._of = np.repeat(np.arange(len(num)), num)
+        within = np.arange(len(self._of)) - self._start[self._of]
+        begin, step = sizes.start[choice] + np.where(rests, num * width, slot), np.where(rests, 1, width)
+        itemsize = np.array(layout.once("itemsize", lambda: _itemsizes(layout, clusters)))
+        self._bytes = sizes.flat[begin[self._of] + within * step[self._of]] * np.where(rests, itemsize[choice], 1)[self._of]
+        self._candidate = sizes.first[choice][self._of] + within  # among those of all choices
+        self.base, self.others = self._points()
         self._at_base = self._alive.at(self.base)
 
     # --- which points ---
 
-    def _profile(self, chosen: Sequence[int]) -> np.ndarray:
-        sizes = [float(b[chosen[item.choice]]) for item, b in zip(self._alive.items, self._bytes, strict=True)]
-        return self._alive.profile(np.array(sizes))
+    def _sums(self, times: np.ndarray, more: np.ndarray | int = 0, rows: int = 1) -> np.ndarray:
+        """Bytes of all items, each some times, by candidate of all choices, float64 [rows, candidates]; ``more``: the row of each item."""
+        num = int(self._num.sum())
+        at = self._candidate + np.broadcast_to(more, times.shape)[self._of] * num
+        return np.bincount(at, times[self._of] * self._bytes, rows * num).reshape(rows, num)
 
-    def _points(self, num_candidates: Sequence[int]) -> tuple[int, list[int]]:
+    def _profile(self, chosen: np.ndarray) -> np.ndarray:
+        return self._alive.profile(self._bytes[self._start + chosen[self._alive.choice]])
+
+    def _points(self) -> tuple[int, list[int]]:
         """The fullest point of the plan that shards most, and those of others in which it is another."""
         if not self.line.num_points:
             return 0, []
-        total = [np.zeros(n) for n in num_candidates]
-        for item, size in zip(self._alive.items, self._bytes, strict=True):
-            total[item.choice] += item.times * size
-        samples = [self._profile([int(np.argmin(t)) for t in total]), self._profile([int(np.argmax(t)) for t in total])]
-        samples.append(self._profile([int(np.argsort(t, kind="stable")[len(t) // 2]) for t in total]))
+        total = self._sums(self._alive.times)[0]
+        choice = np.repeat(np.arange(len(self._num)), self._num)
+        ascending, descending = np.lexsort((total, choice)), np.lexsort((-total, choice))
+        picked = [ascending[self._first], descending[self._first], ascending[self._first + self._num // 2]]
         found: list[int] = []
         last_forward = self._alive.last_forward
-        for profile in samples:
-            parts = [profile, profile[last_forward:]]
-            found += [int(np.argmax(profile)), last_forward + int(np.argmax(parts[1])), len(profile) - 1]
+        for profile in (self._profile(each - self._first) for each in picked):
+            found += [int(np.argmax(profile)), last_forward + int(np.argmax(profile[last_forward:])), len(profile) - 1]
         distinct = list(dict.fromkeys(found))
         return distinct[0], distinct[1 : 1 + POINTS]
 
@@ -234,12 +284,16 @@ class MemoryRows:
 
     def at_base(self) -> dict[int, dict[str, np.ndarray]]:
         """Choice to category to bytes by candidate of what it holds at the base."""
+        held, category = self._sums(self._at_base, self._alive.category, len(_CATEGORIES)), self._alive.category
+        alive = self._at_base > 0
         found: dict[int, dict[str, np.ndarray]] = {}
-        for item, count, size in zip(self._alive.items, self._at_base, self._bytes, strict=True):
-            if count:
-                of_choice = found.setdefault(item.choice, {})
-                of_choice[item.category] = of_choice.get(item.category, 0.0) + count * size
+        for g, k in dict.fromkeys(zip(self._alive.choice[alive].tolist(), category[alive].tolist(), strict=True)):
+            found.setdefault(g, {})[_CATEGORIES[k]] = self._of_choice(held[k], g)
         return found
+
+    def _of_choice(self, by_candidate: np.ndarray, g: int) -> np.ndarray:
+        first = self._first[g]
+        return by_candidate[first : first + self._num[g]]
 
     def peaks(self) -> tuple[Peak, ...]:
         """What other points hold more than the base."""
@@ -249,20 +303,15 @@ class MemoryRows:
 
     def more_at(self, point: int) -> dict[int, np.ndarray]:
         """Choice to what it holds at a point more than at the base, in bytes by candidate."""
-        more: dict[int, np.ndarray] = {}
-        for item, here, base, size in zip(self._alive.items, self._alive.at(point), self._at_base, self._bytes, strict=True):
-            if here != base:
-                more[item.choice] = more.get(item.choice, 0.0) + (here - base) * size
-        return more
+        more = self._alive.at(point) - self._at_base
+        by_candidate = self._sums(more)[0]
+        return {g: self._of_choice(by_candidate, g) for g in dict.fromkeys(self._alive.choice[more != 0].tolist())}
 
 
-def _result_bytes(expanded: Sequence[Expanded], sizes: tuple[int, ...]) -> list[dict[tuple[int, int], np.ndarray]]:
-    """Per class (op, result) to bytes by candidate."""
-    distinct = list({id(e): e for e in expanded}.values())
-    shapes, cuts = zip(*(e.results for e in distinct), strict=True)
-    numels = np.split(piece_numels(stacked(shapes), Cuts.stacked(cuts), sizes), np.cumsum([len(s) for s in shapes])[:-1])
-    found = {id(e): e.result_bytes(n) for e, n in zip(distinct, numels, strict=True)}
-    return [found[id(e)] for e in expanded]
+def _itemsizes(layout: Layout, clusters: ClusterGraph) -> list[int]:
+    """Bytes of an element of each class's placeholder; 0 for other classes."""
+    sources = [clusters.clusters[group[0]].source for group in layout.members]
+    return [0 if source is None else source.value.dtype.itemsize for source in sources]
 
 
 def _term(more: Mapping[int, np.ndarray]) -> Term:

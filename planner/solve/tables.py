@@ -21,13 +21,13 @@ from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.spec import Placement, Placements, R
 from meshwright.planner.solve.candidates import Candidate, Edges, even, piece_bytes, storable
 from meshwright.planner.solve.combine import Expanded, expand_all, table_of
-from meshwright.planner.solve.keep import Gathers, StepCosts, kept_bytes, with_kept
+from meshwright.planner.solve.keep import Gathers, StepCosts, kept_unit, root_of, with_kept
 from meshwright.planner.solve.layout import Group, Layout, Reader, layout_of
-from meshwright.planner.solve.memory import GATHERED_COPIES, Trained, resting
+from meshwright.planner.solve.memory import GATHERED_COPIES, Trained, resting_units
 from meshwright.planner.solve.network import PlacementNetwork, Wish, networks_of
 from meshwright.planner.solve.problem import SEGMENTS, Choice, Demand, Flow, Peak, Problem
 from meshwright.planner.solve.program import NetworkCache
-from meshwright.planner.solve.rows import MemoryRows
+from meshwright.planner.solve.rows import MemoryRows, Sizes
 
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
 
@@ -124,9 +124,13 @@ def build_tables(
     """
     layout = layout_of(graph, clusters, class_of)
     classes = _classes(layout, clusters, mesh, costs, allowed)
-    points = MemoryRows(graph, clusters, layout, [c.expanded for c in classes], mesh.sizes)
-    at_base, hidden = points.at_base(), layout.hidden if costs.overlaps else frozenset[tuple[str, str]]()
-    choices = [_choice(layout, clusters, g, c, mesh, trained, at_base.get(g, {}), hidden) for g, c in enumerate(classes)]
+    sizes = Sizes([c.expanded for c in classes], mesh.sizes)
+    points = MemoryRows(graph, clusters, layout, sizes)
+    memory, hidden = (
+        _memory(layout, clusters, sizes, trained, points),
+        layout.hidden if costs.overlaps else frozenset[tuple[str, str]](),
+    )
+    choices = [_choice(layout, clusters, g, c, memory[g], hidden) for g, c in enumerate(classes)]
     unreduced = layout.unreduced if precision == "bf16-mixed" else frozenset[str]()
     made = _Flows(layout, clusters, [c.expanded for c in classes], mesh, unreduced, hidden)
     groups = [group for group in layout.groups if made.matters(group)]
@@ -186,16 +190,31 @@ def _classes(
     wanted = [[_union([rows[i] for i in group]) for rows in allowed] for group in layout.members]
     expanded = expand_all([table_of(first) for first in firsts], mesh.sizes, wanted)
     gathers, known = dict[int, tuple[float, ...]](), Gathers()
+    longer: dict[int, tuple[Expanded, tuple[float, ...]]] = {}
     for g, first in enumerate(firsts):
         if first.source is not None and first.source.value.name in layout.with_gradient:
-            expanded[g], gathers[g] = with_kept(expanded[g], mesh.sizes, costs.once, known)
+            own = id(expanded[g])
+            if own not in longer:
+                longer[own] = with_kept(expanded[g], mesh.sizes, costs.once, known)
+            expanded[g], gathers[g] = longer[own]
     seconds = costs.clusters_costs([(first, e.priced) for first, e in zip(firsts, expanded, strict=True)])
+    fastest: dict[tuple[int, int], tuple[Expanded, np.ndarray, np.ndarray | None]] = {}
     found = []
     for g, (first, e, s) in enumerate(zip(firsts, expanded, seconds, strict=True)):
-        kept = e.cheapest_of_equals(s)
-        gather_s = np.array(gathers[g])[list(kept)] if any(gathers.get(g, ())) else None
-        found.append(_Class(first, e.taken(kept), s[list(kept)], gather_s))
+        key = id(e), id(s)
+        if key not in fastest:
+            fastest[key] = _fastest(e, s, gathers.get(g, ()))
+        found.append(_Class(first, *fastest[key]))
     return found
+
+
+def _fastest(e: Expanded, seconds: np.ndarray, gathers: Sequence[float]) -> tuple[Expanded, np.ndarray, np.ndarray | None]:
+    """Of candidates with one signature the fastest, their seconds, and those of gathering what they keep; classes that are alike share them."""
+    kept = e.cheapest_of_equals(seconds)
+    taken, gather_s = e.taken(kept), np.array(gathers)[list(kept)] if any(gathers) else None
+    seconds = seconds[list(kept)]
+    seconds.setflags(write=False)
+    return taken, seconds, gather_s
 
 
 def _choice(
@@ -203,29 +222,45 @@ def _choice(
     clusters: ClusterGraph,
     g: int,
     tied: _Class,
-    mesh: MeshShape,
-    trained: Trained,
-    at_base: Mapping[str, np.ndarray],
+    memory: Mapping[str, np.ndarray],
     hidden: frozenset[tuple[str, str]],
 ) -> Choice:
-    members, root = [clusters.clusters[i] for i in layout.members[g]], tied.expanded.table.root
-    rest = resting(layout.with_gradient, members, tied.expanded, mesh.sizes, trained, clusters.times)
-    memory = _added({**rest, **kept_bytes(members, tied.expanded, mesh.sizes, clusters.times)}, at_base)
+    root = None if tied.gather_s is None else root_of(tied.first)
     segment, count = SEGMENTS.index(tied.first.phase), sum(clusters.weights[i] for i in layout.members[g])
-    if tied.gather_s is None or root is None:
+    if root is None:
         return Choice(tied.first.name, count, segment, tied.seconds, memory)
     is_hidden = (root.value.name, "forward") in hidden
     return Choice(tied.first.name, count, segment, tied.seconds, memory, tied.gather_s, is_hidden)
 
 
-def _added(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _memory(
+    layout: Layout, clusters: ClusterGraph, sizes: Sizes, trained: Trained, points: MemoryRows
+) -> list[dict[str, np.ndarray]]:
+    """Per class, category to bytes by candidate: what rests, what is kept, and what is held at the base."""
+
+    def units() -> list[tuple[dict[str, int], int]]:
+        members = [[clusters.clusters[i] for i in group] for group in layout.members]
+        return [(resting_units(layout.with_gradient, m, trained, clusters.times), kept_unit(m, clusters.times)) for m in members]
+
+    at_base, found = points.at_base(), []
+    for g, (rest, kept) in enumerate(layout.once(f"units of memory, {trained}", units)):
+        memory = {category: sizes.at_rest(g) * unit for category, unit in rest.items()}
+        if kept and (copies := sizes.kept(g)).any():
+            memory["kept"] = copies * kept
+        found.append(_added(memory, at_base.get(g, {})))
+    return found
+
+
+def _added(a: dict[str, np.ndarray], b: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {**a, **{k: a[k] + v if k in a else v for k, v in b.items()}}
 
 
 def _union(kept: Sequence[frozenset[Edges] | None]) -> frozenset[Edges] | None:
     """Rows that any of several clusters may take; None for all."""
     sets = [k for k in kept if k is not None]
-    return frozenset().union(*sets) if len(sets) == len(kept) else None
+    if len(sets) < len(kept):
+        return None
+    return sets[0] if len(sets) == 1 else frozenset().union(*sets)
 
 
 def _tie_memory(choices: Sequence[Choice]) -> float:
