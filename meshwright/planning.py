@@ -113,19 +113,19 @@ def _plan_with_or_without_stages(
     """The plan of the whole program on all devices, or one in stages: where that alone fits, or is faster by more than a margin."""
     degrees = _degrees_to_try(captured, target, request)
 
-    def in_stages(bar_s: float) -> Plan | None:
+    def in_stages(bar_s: float, is_hurt: bool) -> Plan | None:
         if not stages_if_faster or not degrees:
             return None
+        asked = PipelineRequest(degrees[0], at_once=is_hurt)
         try:
-            return _search_in_stages(captured, target, request, PipelineRequest(degrees[0]), model, tell, degrees, bar_s)
+            return _search_in_stages(captured, target, request, asked, model, tell, degrees, bar_s)
         except (InfeasibleError, InputError):
             return None
 
-    early: list[Plan] = []
+    early: list[Plan | None] = []
 
     def beats(bound_s: float) -> float:
-        staged = in_stages(bound_s * (1 - CLEARLY))
-        early.extend([] if staged is None else [staged])
+        early.append(staged := in_stages(bound_s * (1 - CLEARLY), is_hurt=True))
         return math.inf if staged is None else staged.predicted.step_time_s
 
     try:
@@ -138,11 +138,13 @@ def _plan_with_or_without_stages(
         except (InfeasibleError, InputError) as in_no_stages:
             e.add_note(f"in pipeline stages: {in_no_stages}")
             raise e from None
+    found = early[0] if early else None
     if isinstance(plan, search.Beaten):
+        assert found is not None, "only a plan in stages beats all others"
         note = f"without pipeline stages: at least {plan.bound_s:.4g} s per step on any mesh of one or two axes"
-        return replace(early[0], notes=(*early[0].notes, note), alternatives=plan.alternatives)
+        return replace(found, notes=(*found.notes, note), alternatives=plan.alternatives)
     bar_s = plan.predicted.step_time_s * (1 - WORTH_STAGES)
-    found = early[0] if early else in_stages(bar_s)
+    found = found or in_stages(bar_s, is_hurt=plan.solver["limit_binds"])
     if found is None or found.predicted.step_time_s >= bar_s:
         return plan
     note = f"without pipeline stages: {plan.predicted.step_time_s:.4g} s per step on mesh {plan.mesh}"

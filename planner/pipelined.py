@@ -51,6 +51,9 @@ class PipelineRequest:
         micro_batches: how many; None: searched.
         stages_per_rank: None: searched, or where the schedule is given, as few as it allows (``zero_bubble`` and ``interleaved_1f1b``: 2).
         homes: the stages that hold each parameter, by FQN, where the model lies in stages already; None: cut freely.
+        at_once: whether the whole batch at once, which keeps one rank busy at a time, is of interest where the number of micro-batches is
+            searched. It is no faster than the same plan run by all devices, each stage's again by those of every other one: it saves memory
+            alone.
     """
 
     degree: int
@@ -58,6 +61,7 @@ class PipelineRequest:
     micro_batches: int | None = None
     stages_per_rank: int | None = None
     homes: Mapping[str, tuple[int, ...]] | None = None
+    at_once: bool = True
 
 
 @dataclass(frozen=True)

@@ -235,9 +235,11 @@ class _Search:
 
     Attributes:
         raced: what :meth:`race` found.
+        is_free: whether the memory limit makes its plan no slower, as far as is known.
     """
 
     raced: Race
+    is_free: bool = False
 
     def __init__(self, program: Program, meshes: Sequence[LogicalMesh], others: Sequence[LogicalMesh] = ()):
         """``others``: meshes that only named strategies are tried on."""
@@ -303,6 +305,7 @@ class _Search:
         is_free = math.isfinite(best_s) and best_s - race.free_bound_s() <= self.options.effort.gap * best_s * _ROUNDED
         on = min((on for on, _ in race.tried), key=lambda on: on.floor_s) if race.best is None else race.best.on
         time_s = math.inf if race.best is None else race.best.outcome.step_time_s
+        self.is_free = is_free
         free_peak = race.best.outcome.peak_memory_bytes if is_free and race.best is not None else on.free_peak_bytes()
         floor = self.program.floor_bytes(self.meshes[0].mesh.num_devices)
         return Tried(self.program.recompute, self, time_s, floor, free_peak, is_free)
@@ -331,7 +334,8 @@ class _Search:
 
     def _solver(self, best: Found) -> dict[str, Any]:
         solution = best.solution
-        return {**self.clock.seconds, "method": solution.method, "variables": solution.columns, "constraints": solution.rows}
+        said = {"method": solution.method, "variables": solution.columns, "constraints": solution.rows, "limit_binds": not self.is_free}
+        return {**self.clock.seconds, **said}
 
     def _why_none(self, race: Race) -> Exception:
         """The error of the mesh on which the least is missing."""

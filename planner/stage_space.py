@@ -149,6 +149,7 @@ class Space:
         except InputError as e:
             self.refused = self.refused or e
             return []
+        counts = tuple(n for n in counts if n > 1 or self.asked.at_once)
         if self.name == "auto":
             useful = [w for w in meshes if all(rule.compute == "free" or followed(self.graph, rule.compute) for rule in w.rules)]
             pairs = [(w, n) for w in useful or meshes for n in counts if len(counts) == 1 or self._can_share(n, w)]
