@@ -334,7 +334,12 @@ class _Search:
 
     def _solver(self, best: Found) -> dict[str, Any]:
         solution = best.solution
-        said = {"method": solution.method, "variables": solution.columns, "constraints": solution.rows, "limit_binds": not self.is_free}
+        said = {
+            "method": solution.method,
+            "variables": solution.columns,
+            "constraints": solution.rows,
+            "limit_binds": not self.is_free,
+        }
         return {**self.clock.seconds, **said}
 
     def _why_none(self, race: Race) -> Exception:
