@@ -21,7 +21,9 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.planner.faking import fake_like
-from meshwright.planner.record import Recorder, Unusual, watch_backward, watched_modules
+from meshwright.planner.record import Recorder, watch_backward, watched_modules
+from meshwright.planner.remember import Results
+from meshwright.planner.schema import Unusual
 
 
 @contextlib.contextmanager
@@ -89,13 +91,22 @@ def record(
     mode: FakeTensorMode,
     decompositions: Mapping[Any, Callable[..., Any]],
     training: bool,
+    known: Results | None = None,
 ) -> Recorder:
     """The joint graph of one call of ``program``, whose state is fake, in the same form as AOTAutograd gives it.
+
+    Args:
+        program: flat tensors in and out.
+        inputs: fake tensors of ``mode``.
+        mode: of all fake tensors.
+        decompositions: overload to what is done in its place.
+        training: whether to record a backward.
+        known: what ops give, as far as that is known; what is learnt is added.
 
     Raises:
         Exception: whatever the program raises; ``Unusual``, where a recorder cannot follow what it does.
     """
-    recorder = Recorder(mode, decompositions, type(program).forward.__code__)
+    recorder = Recorder(mode, decompositions, type(program).forward.__code__, known)
     state: list[tuple[torch.Tensor, Any]] = [(p, ParamAOTInput(n)) for n, p in program.named_parameters()]
     buffers = [(b, BufferAOTInput(n)) for n, b in program.named_buffers()]
     state += [*buffers, *((x, PlainAOTInput(i)) for i, x in enumerate(inputs))]

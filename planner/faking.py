@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,21 +20,62 @@ from torch.utils._mode_utils import no_dispatch
 
 from meshwright.planner.ir.errors import TraceError
 
+_CPU = torch.device("cpu")
+
+Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
+"""Shape, strides and dtype of a tensor."""
+
+
+def form_of(tensor: torch.Tensor) -> Form:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+@cache
+def _attributes() -> dict[str, Any]:
+    """What every fake CPU tensor says of itself, but for its mode."""
+    fake = FakeTensor(FakeTensorMode(), torch.empty((), device="meta"), _CPU)
+    return {k: v for k, v in vars(fake).items() if k != "fake_mode"}
+
+
+def _fake(empty: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
+    """The fake of a meta tensor, as ``FakeTensor`` makes it, which looks at its arguments for three times as long."""
+    fake = torch.Tensor._make_subclass(FakeTensor, empty, False, dispatch_device=True, device_for_backend_keys=_CPU)
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+    vars(fake).update(_attributes(), fake_mode=mode)
+    return fake
+
+
+def fake_of(form: Form, mode: FakeTensorMode) -> FakeTensor:
+    """A fake CPU tensor in memory of its own, that knows nothing of gradients."""
+    shape, strides, dtype = form
+    with no_dispatch():
+        return _fake(torch.empty_strided(shape, strides, dtype=dtype, device="meta"), mode)
+
+
+def view_of(tensor: torch.Tensor, form: Form, offset: int, mode: FakeTensorMode) -> FakeTensor:
+    """A fake CPU tensor in the memory of another one, so many elements behind where that one begins."""
+    shape, strides, dtype = form
+    with no_dispatch():
+        empty = torch.empty((), dtype=dtype, device="meta")
+        empty.set_(tensor.untyped_storage(), tensor.storage_offset() + offset, shape, strides)
+        return _fake(empty, mode)
+
+
+def fake_as(tensor: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
+    """A fake CPU tensor of the same shape, strides and dtype, in memory of its own, that knows nothing of gradients."""
+    return fake_of(form_of(tensor), mode)
+
 
 def fake_like(
     tensor: torch.Tensor, mode: FakeTensorMode, requires_grad: bool = False, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """A contiguous fake CPU tensor of the same shape, and of the same dtype unless another one is given."""
-    empty = torch.empty(tuple(tensor.shape), dtype=dtype or tensor.dtype, device="meta")
-    fake = FakeTensor(mode, empty, torch.device("cpu"))
-    return fake.requires_grad_() if requires_grad else fake
-
-
-def fake_as(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A fake CPU tensor of the same shape, strides and dtype, in memory of its own, that knows nothing of gradients."""
     with no_dispatch():
-        empty = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
-        return FakeTensor(mode, empty, torch.device("cpu"))
+        fake = _fake(torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta"), mode)
+    return fake.requires_grad_() if requires_grad else fake
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import contextlib
 import linecache
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -27,85 +27,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_
 
 from meshwright.planner.faking import fake_as
 from meshwright.planner.provenance import is_users
-from meshwright.planner.remember import Remembering
+from meshwright.planner.remember import Remembering, Results
+from meshwright.planner.schema import Unusual, functional, gives_view, without_defaults
+from meshwright.planner.script import Made, Script, Slot, Writing, call_kind, tensors_of
 
 aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
 
 
-class Unusual(Exception):
-    """The model does something that one pass does not follow."""
-
-
-# --- what writes in place -----------------------------------------------------------------------------------------
-
-_FUNCTIONAL = {
-    aten.bernoulli_.float: aten.bernoulli.p,
-    aten.normal_.default: aten.normal_functional.default,
-}
-"""Ops whose form that returns its result has another name than theirs without the underscore."""
-
 _SCATTER = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
 """A part of a tensor to the op that gives the tensor with another part in its place."""
-
-
-def _written(target: torch._ops.OpOverload) -> list[int]:
-    """Positions of the arguments that an op writes to."""
-    return [i for i, a in enumerate(target._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
-
-
-def _functional(target: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """The op that returns what ``target`` writes to its first argument.
-
-    Raises:
-        Unusual: there is none.
-    """
-    if target in _FUNCTIONAL:
-        return _FUNCTIONAL[target]
-    if torch.Tag.inplace_view in target.tags:
-        raise Unusual(f"{target} changes a tensor's shape in place")
-    packet = target.overloadpacket
-    name = packet._qualified_op_name.split("::")[-1]
-    form = getattr(getattr(torch.ops, target.namespace), name.removesuffix("_"), None)
-    found = getattr(form, target._overloadname, None)
-    if not name.endswith("_") or found is None or found._schema.is_mutable or _written(target) != [0]:
-        raise Unusual(f"{target} writes to memory")
-    return found
-
-
-@cache
-def _gives_view(target: torch._ops.OpOverload) -> bool:
-    """Whether an op's one result is a view of its first argument."""
-    returns, arguments = target._schema.returns, target._schema.arguments
-    of = arguments[0].alias_info if arguments else None
-    return len(returns) == 1 and returns[0].alias_info is not None and of is not None and not target._schema.is_mutable
-
-
-# --- arguments ----------------------------------------------------------------------------------------------------
-
-
-@cache
-def _defaults(target: torch._ops.OpOverload) -> tuple[list[Any], dict[str, Any]]:
-    """Defaults of positional arguments (``_NONE`` without), and of keyword arguments."""
-    arguments = target._schema.arguments
-    given = [(a, a.default_value if a.has_default_value() else _NONE) for a in arguments]
-    return [d for a, d in given if not a.kwarg_only], {a.name: d for a, d in given if a.kwarg_only}
-
-
-_NONE = object()
-
-
-def _is_default(value: Any, default: Any) -> bool:
-    return type(value) is type(default) and not isinstance(value, torch.Tensor) and bool(value == default)
-
-
-def _without_defaults(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """A call's arguments without those at the end, and the keywords, that say what the default says."""
-    positional, keyword = _defaults(target)
-    count = len(args)
-    while count and _is_default(args[count - 1], positional[count - 1]):
-        count -= 1
-    return args[:count], {k: v for k, v in kwargs.items() if not _is_default(v, keyword.get(k, _NONE))}
 
 
 # --- the recorder -------------------------------------------------------------------------------------------------
@@ -118,6 +49,7 @@ class Recorder(TorchDispatchMode):
         mode: of the fake tensors.
         decompositions: overload to what is done in its place.
         root: code of the function whose frame is the outermost of the model's.
+        results: what ops give, as far as that is known; what is learnt is added.
 
     Attributes:
         graph: what was recorded.
@@ -128,7 +60,13 @@ class Recorder(TorchDispatchMode):
         unusual: why the recording is of no use, or ``""``.
     """
 
-    def __init__(self, mode: FakeTensorMode, decompositions: Mapping[Any, Callable[..., Any]], root: CodeType):
+    def __init__(
+        self,
+        mode: FakeTensorMode,
+        decompositions: Mapping[Any, Callable[..., Any]],
+        root: CodeType,
+        results: Results | None = None,
+    ):
         super().__init__()
         self.graph = fx.Graph()
         self.holder = nn.Module()
@@ -137,7 +75,7 @@ class Recorder(TorchDispatchMode):
         self.differentiates: int | None = None
         self.unusual = ""
         self._mode, self._decompositions, self._root = mode, decompositions, root
-        self._run = Remembering(mode, views=False)
+        self._run = Remembering(mode, views=False, results=results)
         self._nodes: dict[int, fx.Node] = {}
         self._memory: dict[int, int] = {}
         self._tensors: list[torch.Tensor] = []  # so that no other tensor gets the id of one that is known
@@ -150,6 +88,8 @@ class Recorder(TorchDispatchMode):
         self._part_of: dict[int, tuple[Any, torch.Tensor, Any]] = {}
         self._results: list[tuple[fx.Node, Any]] = []
         self._composites: dict[Any, tuple[bool, bool]] = {}
+        self._scripts: dict[Hashable, Script | None] = {}
+        self._writing: Writing | None = None
         self._first: dict[int, dict[str, Any]] = {}
         self._stacks: dict[str, dict[str, tuple[str, None]]] = {}
         self._last_source = ""
@@ -237,10 +177,12 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
 
     def _done(self, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
-        for apart in (self._composite(func, args, kwargs), self._decompositions.get(func)):
+        for way, apart in (
+            (self._run_apart, self._composite(func, args, kwargs)),
+            (self._scripted, self._decompositions.get(func)),
+        ):
             if apart is not None:
-                with self:
-                    done = apart(*args, **kwargs)
+                done = way(apart, func, args, kwargs)
                 if done is not NotImplemented:
                     return done
         if func._schema.is_mutable:
@@ -257,31 +199,89 @@ class Recorder(TorchDispatchMode):
             return None
         return func.decompose
 
+    def _run_apart(self, apart: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
+        with self:
+            return apart(*args, **kwargs)
+
+    def _scripted(self, apart: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
+        """As :meth:`_run_apart`, from the script of an earlier call of the same kind where there is one."""
+        tensors = tensors_of((args, kwargs))
+        changed = any(self._memory.get(id(t)) in self._written for t in tensors)
+        key = None if changed or self._writing is not None else call_kind(func, args, kwargs, tensors)
+        if key is None:
+            return self._run_apart(apart, func, args, kwargs)
+        known = self._scripts.get(key)
+        if known is not None:
+            return self._read_out(known, tensors)
+        if key in self._scripts:
+            return self._run_apart(apart, func, args, kwargs)
+        self._writing = writing = Writing(tensors)
+        try:
+            done = self._run_apart(apart, func, args, kwargs)
+        finally:
+            self._writing = None
+        self._scripts[key] = writing.end(done)
+        return done
+
+    def _read_out(self, script: Script, tensors: Sequence[torch.Tensor]) -> Any:
+        """Write down what a script says, for these tensors as its arguments."""
+        nodes: list[fx.Node] = []
+        seen = dict(enumerate(tensors))
+        meta = self._provenance()
+
+        def node(x: Any) -> Any:
+            if type(x) is Slot:
+                return nodes[x.number - len(tensors)] if x.number >= len(tensors) else self.node_of(tensors[x.number])
+            return [node(y) for y in x] if isinstance(x, list | tuple) else x
+
+        for step in script.steps:
+            if not isinstance(step, Made):
+                self._write(seen[step.argument], seen[step.new])
+                continue
+            args, kwargs = tuple(map(node, step.args)), {k: node(v) for k, v in step.kwargs.items()}
+            for made, out in self._nodes_of(step.func, args, kwargs, step.out, meta):
+                if (slot := len(tensors) + len(nodes)) in script.seen:
+                    seen[slot] = fake_as(out, self._mode)
+                    self._know(seen[slot], made)
+                nodes.append(made)
+        return script.given(seen)
+
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
-        said_args, said_kwargs = _without_defaults(func, args, kwargs)
-        if _gives_view(func) and self._memory.get(id(args[0])) in self._written:
+        said_args, said_kwargs = without_defaults(func, args, kwargs)
+        if gives_view(func) and self._memory.get(id(args[0])) in self._written:
             return self._view_of_written(func, args, kwargs, said_args, said_kwargs)
         new_args = tuple(map(self._argument, said_args))
         new_kwargs = {k: self._argument(v) for k, v in said_kwargs.items()}
         out = self._run(func, args, kwargs)
         several = isinstance(out, list | tuple)
         if not isinstance(out, torch.Tensor) and not (several and any(isinstance(x, torch.Tensor) for x in out)):
+            self._not_in_script()
             return out
-        node = self._node(func, new_args, new_kwargs, out)
-        if not several:
-            self._know(out, node)
-            if func in _SCATTER:
-                self._part_of[id(out)] = (func, args[0], said_args[1:])
-            return out
+        if self._writing is not None:
+            self._writing.op(func, said_args, said_kwargs, out)
+        for node, made in self._nodes_of(func, new_args, new_kwargs, out):
+            self._know(made, node)
+        if not several and func in _SCATTER:
+            self._part_of[id(out)] = (func, args[0], said_args[1:])
+        return out
+
+    def _nodes_of(
+        self, func: Any, args: Any, kwargs: Any, out: Any, meta: dict[str, Any] | None = None
+    ) -> Iterator[tuple[fx.Node, torch.Tensor]]:
+        """Writes an op down; the node of every tensor that it gives."""
+        node = self._node(func, args, kwargs, out, meta)
+        if isinstance(out, torch.Tensor):
+            yield node, out
+            return
         for i, made in enumerate(out):
             if isinstance(made, torch.Tensor):
                 item = self.graph.create_node("call_function", operator.getitem, (node, i), name="getitem")
                 item.meta.update(node.meta)
                 self._results.append((item, made))
-                self._know(made, item)
-        return out
+                yield item, made
 
     def _view_of_written(self, func: Any, args: Any, kwargs: Any, said_args: Any, said_kwargs: Any) -> torch.Tensor:
+        self._not_in_script()
         out = func(*args, **kwargs)
         self._late[id(out)] = (func, said_args, said_kwargs, self._provenance())
         self._hold(out)
@@ -302,6 +302,10 @@ class Recorder(TorchDispatchMode):
             return [self._argument(y) for y in x]
         return x
 
+    def _not_in_script(self) -> None:
+        if self._writing is not None:
+            self._writing.give_up()
+
     def _in_place(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is aten._native_batch_norm_legit.default:
             with self:
@@ -309,11 +313,11 @@ class Recorder(TorchDispatchMode):
             self._write(args[3], mean)
             self._write(args[4], var)
             return tuple(outs)
-        functional, tensors = _functional(func), [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        form, tensors = functional(func), [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         if args[0]._is_view() and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             raise Unusual("forward writes to a part of a tensor with a gradient")
         with self:
-            new = functional(*args, **kwargs)
+            new = form(*args, **kwargs)
             if new.dtype != args[0].dtype:
                 new = aten._to_copy.default(new, dtype=args[0].dtype)
         self._write(args[0], new)
@@ -323,10 +327,14 @@ class Recorder(TorchDispatchMode):
         """From now on ``tensor`` reads as ``new``, and what it is a part of has it; by other names its memory is not read."""
         if new.shape != tensor.shape:
             raise Unusual("forward writes what has another shape")
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.write(tensor, new, self._sharing.get(self._memory.get(id(tensor), 0), ()))
         while id(tensor) in self._part_of:
             target, tensor, args = self._part_of[id(tensor)]
             with self:
                 new = _SCATTER[target](tensor, new, *args)
+        self._writing = writing
         if id(tensor) not in self._nodes or id(tensor) in self._fixed or id(tensor) in self._stale:
             raise Unusual("forward writes to what is not its own")
         sharing = self._sharing[self._memory[id(tensor)]]

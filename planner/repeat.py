@@ -27,6 +27,7 @@ from meshwright.planner.ir.graph import Capture, OpGraph, Repeat, ops_of
 from meshwright.planner.ir.recompute import Recompute
 from meshwright.planner.joint import joint_module
 from meshwright.planner.parts import BlockList, find_lists, parts_of
+from meshwright.planner.remember import Results
 from meshwright.planner.splice import copy_name, splice
 
 Order = Mapping[tuple[str, str], int]
@@ -282,10 +283,11 @@ def capture_folded(
     whole. ``progress`` is called with ``"capture"`` and ``"recompute"`` as these phases begin.
     """
     notes: list[str] = []
+    results: Results = {}
 
     def captured() -> Capture:
         progress("capture")
-        return trace.capture(model, args, kwargs, precision=precision, training=training)
+        return trace.capture(model, args, kwargs, precision=precision, training=training, results=results)
 
     is_call = isinstance(model, nn.Module) and isinstance(args, tuple)
     stacks = find_stacks(model) if fold and is_call else ()
@@ -295,7 +297,7 @@ def capture_folded(
             break
         try:
             progress("capture")
-            _check_forward(model, args, kwargs or {}, tried, low_precision(precision))
+            _check_forward(model, args, kwargs or {}, tried, low_precision(precision), results)
             with shortened(model, tried):
                 small = captured()
             traced = _Traced(small, find_lists(model, tried), tried, state_order(model))
@@ -319,7 +321,12 @@ def _planned(folded: Folded) -> Folded:
 
 
 def _check_forward(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], stacks: tuple[Stack, ...], low: torch.dtype | None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    stacks: tuple[Stack, ...],
+    low: torch.dtype | None,
+    results: Results,
 ) -> None:
     """See :mod:`~meshwright.planner.walk`.
 
@@ -328,9 +335,9 @@ def _check_forward(
     """
     try:
         with trace.as_captured(args, kwargs):
-            whole = walk.story(model, args, kwargs, stacks, low)
+            whole = walk.story(model, args, kwargs, stacks, low, results)
             with shortened(model, stacks):
-                short = walk.story(model, args, kwargs, stacks, low)
+                short = walk.story(model, args, kwargs, stacks, low, results)
     except Exception as e:  # whatever the model raises: its capture says it better
         raise Unlike(f"its forward on fake tensors raises {type(e).__name__}: {e}") from e
     walk.check_stories(whole, short, stacks)

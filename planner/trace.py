@@ -30,7 +30,8 @@ from meshwright.planner.faking import buffer_names, cast_parameters, fake_like, 
 from meshwright.planner.ir.errors import InputError, TraceError
 from meshwright.planner.ir.graph import Capture
 from meshwright.planner.joint import joint_module
-from meshwright.planner.record import Unusual
+from meshwright.planner.remember import Results
+from meshwright.planner.schema import Unusual
 from meshwright.planner.structure import Call, flatten
 
 PRECISIONS = (None, "bf16-mixed")
@@ -176,27 +177,27 @@ def _exported_joint(program: _Program, call: Call, mode: FakeTensorMode, trainin
         return Traced(joint.graph, joint, exported, mode)
 
 
-def _recorded_joint(program: _Program, call: Call, mode: FakeTensorMode, training: bool) -> Traced:
+def _recorded_joint(program: _Program, call: Call, mode: FakeTensorMode, training: bool, results: Results | None) -> Traced:
     """The joint graph in one pass.
 
     Raises:
         Exception: whatever the model raises; ``Unusual``, where one pass does not follow what it does.
     """
     with _capturing(call, mode, training) as inputs, _custom_functions(refused=True) as used:
-        recorder = direct.record(program, inputs, mode, decompose.table(), training)
+        recorder = direct.record(program, inputs, mode, decompose.table(), training, results)
     if used:
         raise Unusual("a custom autograd.Function")
     return Traced(recorder.graph, recorder.holder, program, mode)
 
 
-def _trace(model: nn.Module, call: Call, training: bool, precision: str | None) -> Traced:
+def _trace(model: nn.Module, call: Call, training: bool, precision: str | None, results: Results | None) -> Traced:
     program = _Program(model, call, training, precision)
     program.training = model.training
     with explained(model):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         try:
             with kept_back(), faked(model, mode, training):
-                return _recorded_joint(program, call, mode, training)
+                return _recorded_joint(program, call, mode, training, results)
         except Exception:  # whatever it is: the other way may follow it, or says it better
             mode = FakeTensorMode(allow_non_fake_inputs=True)
         with faked(model, mode, training):
@@ -233,6 +234,7 @@ def capture(
     *,
     precision: str | None = None,
     training: bool | None = None,
+    results: Results | None = None,
 ) -> Capture:
     """Captures ``model(*args, **kwargs)`` as one graph, with the backward if it is to be trained.
 
@@ -246,6 +248,7 @@ def capture(
         precision: None, or ``"bf16-mixed"``: floating parameters and inputs are cast to bfloat16 at the start of the
             forward, gradients come out in the parameters' own type.
         training: whether to capture a backward; None: if gradients are enabled and a parameter or an input requires one.
+        results: what ops give on fake tensors, as far as that is known; what is learnt is added.
 
     Raises:
         InputError: an argument of the wrong kind.
@@ -255,7 +258,7 @@ def capture(
     _check(model, args, kwargs, precision)
     call = Call.of(args, dict(kwargs))
     backward = _wants_backward(model, call, training)
-    traced = _trace(model, call, backward, precision)
+    traced = _trace(model, call, backward, precision, results)
     done = Assembly(traced, parameter_names(model), buffer_names(model), call)
     graph, view = done.run()
     return Capture(

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.planner.alike import Stack
 from meshwright.planner.correspond import Unlike, child_of
 from meshwright.planner.faking import fake_like, faked
-from meshwright.planner.remember import Remembering
+from meshwright.planner.remember import Remembering, Results
 
 # Where an op ran: ("", 0) outside of the stacks, else (path of the stack, number of the child).
 Place = tuple[str, int]
@@ -40,11 +40,14 @@ class _Recorder(TorchDispatchMode):
         mode: of the fake tensors.
         known: ``id`` of the tensors that exist before, to who they are.
         counts: path of every stack to the number of its children and the first one that stands for others.
+        results: what ops give, as far as that is known.
     """
 
-    def __init__(self, mode: FakeTensorMode, known: Mapping[int, Record], counts: Mapping[str, tuple[int, int]]):
+    def __init__(
+        self, mode: FakeTensorMode, known: Mapping[int, Record], counts: Mapping[str, tuple[int, int]], results: Results | None
+    ):
         super().__init__()
-        self._run = Remembering(mode)
+        self._run = Remembering(mode, results=results)
         self.story: dict[Place, list[Record]] = {}
         self.place = _OUTSIDE
         self._known = dict(known)
@@ -115,15 +118,29 @@ def _cast(tensor: torch.Tensor, low: torch.dtype | None) -> torch.Tensor:
     return tensor if low is None or not tensor.is_floating_point() else tensor.to(low)
 
 
-def story(model: nn.Module, args: Any, kwargs: Any, stacks: Sequence[Stack], low: torch.dtype | None = None) -> Story:
-    """What the model's forward does, as it is now: whole, or shortened; with floats cast to ``low`` where that is given."""
+def story(
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    stacks: Sequence[Stack],
+    low: torch.dtype | None = None,
+    results: Results | None = None,
+) -> Story:
+    """What the model's forward does, as it is now: whole, or shortened.
+
+    Args:
+        model, args, kwargs: the model and its call.
+        stacks: its repeated blocks.
+        low: what floats are cast to.
+        results: what ops give, as far as that is known; what is learnt is added.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     fakes = [_cast(fake_like(x, mode), low) if isinstance(x, torch.Tensor) else x for x in leaves]
     counts = {s.path: (len(list(model.get_submodule(s.path).children())), s.first) for s in stacks}
     with ExitStack() as stack:
         stack.enter_context(faked(model, mode, False, low))
-        recorder = _Recorder(mode, _known(model, stacks, fakes), counts)
+        recorder = _Recorder(mode, _known(model, stacks, fakes), counts, results)
         stack.enter_context(_watched(model, recorder, stacks))
         for context in (mode, torch.no_grad(), recorder):
             stack.enter_context(context)

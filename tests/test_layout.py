@@ -26,6 +26,8 @@ PRIVATE_TORCH = {
     "tests/helpers/counting.py",
     "tests/helpers/live_bytes.py",
     "tests/helpers/threads.py",
+    "tests/test_remember.py",
+    "tests/test_script.py",
     "tests/test_trace.py",
 }
 """Files that may import ``torch._x``: what breaks between releases of torch breaks here."""

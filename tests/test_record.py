@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.planner import trace
 from meshwright.planner.ir.errors import TraceError
-from meshwright.planner.record import Unusual
+from meshwright.planner.schema import Unusual
 from tests.helpers.models import ALL
 from tests.helpers.run_capture import run
 
