@@ -23,8 +23,9 @@ _A_FEW = 4
 _RISE, _PATIENCE = 0.3, 3
 # A bound so many times that without a memory limit: nothing fits, as a rule, and the solver says so sooner.
 _HOPELESS = 16.0
-# A plan is looked for until it is so near to the bound, as a part of the gap.
-_NEAR = 0.5
+NEAR = 0.5
+"""A plan is looked for until it is so near to the bound, as a part of the gap, unless one that is further is taken too."""
+
 # Floors are sums of many numbers: what is at most so much above a cutoff is kept.
 _EXACT = 1e-6
 
@@ -198,14 +199,14 @@ class Look:
     def _planes(self) -> list[Plane]:
         return [p for p in self.bundle.planes if p.objective < self.messages.unreachable_s]
 
-    def move(self) -> Foresight:
-        """Look for a better plan near the one that was read at the best prices."""
+    def move(self, near: float = NEAR) -> Foresight:
+        """Look for a better plan near the one that was read at the best prices; one within a part ``near`` of the gap is good enough."""
         bound, prices = self.bundle.bound, self.bundle.prices
         at = next((at for tried, at in reversed(self._read) if tried.equals(prices)), None)
         self._priced = None
         for plane in balanced(self.messages, self.problem, prices, at, bound * (1 + self.gap)) if at is not None else ():
             self.bundle.planes.append(plane)
-            if plane.objective <= bound * (1 + _NEAR * self.gap):
+            if plane.objective * (1 - near * self.gap) <= bound:
                 break
         return self._found(False)
 

@@ -14,7 +14,7 @@ from meshwright.planner.solve.answers import Effort, Excluded, NoPlanFoundError,
 from meshwright.planner.solve.backend import Solver
 from meshwright.planner.solve.branch import Search
 from meshwright.planner.solve.bundle import Prices
-from meshwright.planner.solve.foresight import Foresight, Look, nothing_left
+from meshwright.planner.solve.foresight import NEAR, Foresight, Look, nothing_left
 from meshwright.planner.solve.problem import Problem, Restriction
 from meshwright.planner.solve.program import NetworkCache, assemble, least_memory_bytes
 from meshwright.planner.solve.smallest import fewest_by_messages, smallest_by_messages
@@ -86,7 +86,7 @@ def optimise_below(
     if ahead.bound_s >= beat_s:
         return Excluded(ahead.bound_s)
     if ahead.look is not None and ahead.about_s > ahead.bound_s * (1 + effort.gap):
-        ahead = ahead.look.move()
+        ahead = ahead.look.move(max(NEAR, effort.foreseen))
     is_near = ahead.about_s * (1 - effort.foreseen * effort.gap) <= ahead.bound_s  # then it is taken as it is
     for likely in _LIKELY:
         cutoff_s = min(beat_s, max(likely * ahead.bound_s, ahead.about_s * (1 + _EXACT) if is_near else 0.0))
