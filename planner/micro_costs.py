@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from meshwright.planner.cost import CostModel
-from meshwright.planner.cost.compute import Priced, priced_columns
+from meshwright.planner.cost.compute import Columns, Priced
 from meshwright.planner.cost.shared import SharedBuffers
 from meshwright.planner.cost.steps import Steps
 from meshwright.planner.ir.cluster import Cluster, ClusterRow
@@ -186,7 +186,7 @@ def _after(row: ClusterRow, cluster: Cluster, priced: Priced) -> Priced:
     """The same with one row for all candidates over an axis before the others."""
     rows = [*priced.rows, row]
     first = np.full((len(priced), 1), len(priced.rows), dtype=np.int64)
-    return Priced(priced_columns(cluster, rows), rows, np.hstack([first, priced.index]))
+    return Priced(Columns(cluster, rows), rows, np.hstack([first, priced.index]))
 
 
 def _lead_to(graph: OpGraph, parameters: Collection[str]) -> frozenset[str]:

@@ -5,7 +5,7 @@ Works on many candidates at once: a local shape is an integer array [candidates,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,8 +16,8 @@ from meshwright.planner.cost.devices import matmul_tiles
 from meshwright.planner.cost.eager import SCATTERED, beside, query_block
 from meshwright.planner.cost.formulas import compiled
 from meshwright.planner.ir.cluster import Cluster, ClusterRow
-from meshwright.planner.ir.cuts import Cuts, cuts_of_columns, padded, piece_shapes, stacked
-from meshwright.planner.ir.graph import Op
+from meshwright.planner.ir.cuts import Cuts, cuts_of_columns, padded, piece_shapes, split_at, stacked
+from meshwright.planner.ir.graph import Op, Value
 from meshwright.planner.ir.hardware import Device
 from meshwright.planner.ir.spec import Placement
 from meshwright.planner.kinds import argument, is_free, packet
@@ -202,8 +202,64 @@ def kernel_of(op: Op) -> Callable[[Pieces], np.ndarray] | None:
     return KERNELS.get(name)
 
 
-Columns = Mapping[tuple, tuple[tuple[int, ...], Sequence[Placement | None]]]
-"""What has a price, by any keys: global shape, and placement in each row (None where an op makes no such result)."""
+class Columns:
+    """What of a cluster has a price: what crosses its border, and what its kernels (of a placeholder: its casts) read and write.
+
+    Args:
+        cluster: the cluster.
+        rows: rows of it that candidates are made of.
+
+    Attributes:
+        at: (op, "ins" or "outs", slot), where op -1 stands for the cluster itself, to the number of the column.
+        num_dims: of each column.
+        shape: global shapes, int64 [columns, dims].
+        cuts: how each row cuts them, [rows, columns].
+        read, written: bytes of an element of what counts as memory traffic, else 0, int64 [columns].
+        in_part: whether only as much of it is read as is written, bool [columns].
+        kernels: ops with arithmetic of their own.
+        num_ops, num_working: how many ops there are, and how many that cost anything.
+        is_source: whether it is a placeholder's.
+    """
+
+    def __init__(self, cluster: Cluster, rows: Sequence[ClusterRow]):
+        values, placed = _columns(cluster, rows)
+        self.at = {key: v for v, key in enumerate(values)}
+        self.num_dims = [len(value.shape) for value in values.values()]
+        self.shape = padded([value.shape for value in values.values()])
+        self.cuts = cuts_of_columns(list(placed.values()), len(rows))
+        self.is_source = cluster.source is not None
+        unit = {key: value.dtype.itemsize * (self.is_source or key[0] == -1) for key, value in values.items()}
+        tables = {op.ins[0].name for op in cluster.ops if packet(op.target) in SCATTERED}
+        self.read = np.array([n * (key[1] == "ins") for key, n in unit.items()], dtype=np.int64)
+        self.written = np.array([n * (key[1] == "outs") for key, n in unit.items()], dtype=np.int64)
+        self.in_part = np.array([key[:2] == (-1, "ins") and v.name in tables for key, v in values.items()], dtype=bool)
+        self.kernels = [(i, kernel) for i, op in enumerate(cluster.ops) if (kernel := kernel_of(op)) is not None]
+        self.num_ops, self.num_working = len(cluster.ops), sum(not is_free(op) for op in cluster.ops)
+
+
+Key = tuple[int, str, int]
+"""(op, "ins" or "outs", slot) of a column."""
+
+
+def _columns(cluster: Cluster, rows: Sequence[ClusterRow]) -> tuple[dict[Key, Value], dict[Key, list[Placement | None]]]:
+    """What has a price, and its placement in each row (None where an op makes no such result)."""
+    values: dict[Key, Value] = {}
+    placed: dict[Key, list[Placement | None]] = {}
+    if all(map(is_free, cluster.ops)):
+        return values, placed
+    if cluster.source is None:
+        values.update({(-1, "ins", s): v for s, v in enumerate(cluster.ins)})
+        placed.update({(-1, "ins", s): [r.ins[s] for r in rows] for s in range(len(cluster.ins))})
+        values.update({(-1, "outs", s): v for s, v in enumerate(cluster.outs)})
+        placed.update({(-1, "outs", s): [r.outs[s] for r in rows] for s in range(len(cluster.outs))})
+    for i, op in enumerate(cluster.ops):
+        if kernel_of(op) is not None or (cluster.source is not None and not is_free(op)):
+            members, made = [r.members[i] for r in rows], [(s, v) for s, v in enumerate(op.outs) if v is not None]
+            values.update({(i, "ins", s): v for s, v in enumerate(op.ins)})
+            placed.update({(i, "ins", s): [m.ins[s] for m in members] for s in range(len(op.ins))})
+            values.update({(i, "outs", s): v for s, v in made})
+            placed.update({(i, "outs", s): [m.outs[s] for m in members] for s, _ in made})
+    return values, placed
 
 
 class Priced:
@@ -220,20 +276,17 @@ class Priced:
     """
 
     def __init__(self, columns: Columns, rows: Sequence[ClusterRow], index: np.ndarray):
-        self.rows, self.index = rows, index
-        self._at = {key: v for v, key in enumerate(columns)}
-        shapes = [shape for shape, _ in columns.values()]
-        self._num_dims = [len(shape) for shape in shapes]
-        self.shape = np.tile(padded(shapes), (len(index), 1)) if shapes else np.ones((0, 1), dtype=np.int64)
-        self.cuts = cuts_of_columns([placed for _, placed in columns.values()], len(rows)).of_candidates(index)
+        self.columns, self.rows, self.index = columns, rows, index
+        self.shape = np.tile(columns.shape, (len(index), 1))
+        self.cuts = columns.cuts.of_candidates(index)
 
     def __len__(self) -> int:
         return len(self.index)
 
-    def local(self, pieces: np.ndarray, key: tuple) -> Local:
+    def local(self, pieces: np.ndarray, key: Key) -> Local:
         """A column's local shapes; ``pieces`` are those of all, int64 [candidates * columns, dims]."""
-        v = self._at[key]
-        return pieces.reshape(len(self.index), len(self._at), -1)[:, v, : self._num_dims[v]]
+        v = self.columns.at[key]
+        return pieces.reshape(len(self.index), len(self.columns.at), -1)[:, v, : self.columns.num_dims[v]]
 
     def cut(
         self, placements: Sequence[Placement], dim: int, sizes: tuple[int, ...] | np.ndarray
@@ -245,36 +298,13 @@ class Priced:
         return split[self.index].max(axis=1), np.where(plain[self.index], np.array(sizes), 1).prod(axis=1)
 
 
-def priced_columns(cluster: Cluster, rows: Sequence[ClusterRow]) -> Columns:
-    """What of a cluster has a price: what crosses its border, and what its kernels (of a placeholder: its casts) read and write.
-
-    Keys are (op, "ins" or "outs", slot), where op -1 stands for the cluster itself.
-    """
-    found: dict[tuple, tuple[tuple[int, ...], list[Placement | None]]] = {}
-    if all(map(is_free, cluster.ops)):
-        return found
-    if cluster.source is None:
-        found.update({(-1, "ins", s): (v.shape, [r.ins[s] for r in rows]) for s, v in enumerate(cluster.ins)})
-        found.update({(-1, "outs", s): (v.shape, [r.outs[s] for r in rows]) for s, v in enumerate(cluster.outs)})
-    for i, op in enumerate(cluster.ops):
-        if kernel_of(op) is not None or (cluster.source is not None and not is_free(op)):
-            members = [r.members[i] for r in rows]
-            found.update({(i, "ins", s): (v.shape, [m.ins[s] for m in members]) for s, v in enumerate(op.ins)})
-            found.update(
-                {(i, "outs", s): (v.shape, [m.outs[s] for m in members]) for s, v in enumerate(op.outs) if v is not None}
-            )
-    return found
-
-
 def _kernel_s(
-    cluster: Cluster, priced: Priced, local: Callable[[tuple], Local], sizes: tuple[int, ...] | np.ndarray, device: Device
+    cluster: Cluster, priced: Priced, local: Callable[[Key], Local], sizes: tuple[int, ...] | np.ndarray, device: Device
 ) -> np.ndarray:
     """Seconds of arithmetic of all ops of a cluster."""
     total = np.zeros(len(priced))
-    for i, op in enumerate(cluster.ops):
-        kernel = kernel_of(op)
-        if kernel is None:
-            continue
+    for i, kernel in priced.columns.kernels:
+        op = cluster.ops[i]
         ins = tuple(local((i, "ins", s)) for s in range(len(op.ins)))
         outs = tuple(None if v is None else local((i, "outs", s)) for s, v in enumerate(op.outs))
 
@@ -289,27 +319,32 @@ def _bytes(dtype: torch.dtype, local: Local) -> np.ndarray:
     return _numel(local) * dtype.itemsize
 
 
-def _traffic(cluster: Cluster, num: int, local: Callable[[tuple], Local]) -> np.ndarray:
-    """Bytes that a compute cluster reads and writes: what crosses its border."""
-    ins = [_bytes(v.dtype, local((-1, "ins", s))) for s, v in enumerate(cluster.ins)]
-    outs = [_bytes(v.dtype, local((-1, "outs", s))) for s, v in enumerate(cluster.outs)]
-    written = sum(outs, np.zeros(num, dtype=np.int64))
-    tables = {op.ins[0].name for op in cluster.ops if packet(op.target) in SCATTERED}
-    read = sum(
-        (np.minimum(n, written) if v.name in tables else n for v, n in zip(cluster.ins, ins, strict=True)),
-        np.zeros(num, dtype=np.int64),
+def _traffic(parts: Sequence[Priced], numels: np.ndarray) -> np.ndarray:
+    """Bytes that clusters read and write: what crosses the border of one; of a placeholder what its casts read and write, as views are free.
+
+    Args:
+        parts: what of the clusters has a price.
+        numels: elements of all their pieces, int64 [candidates * columns of all].
+
+    Returns:
+        int64 [candidates of all].
+    """
+    num_columns = np.repeat([len(p.columns.at) for p in parts], [len(p) for p in parts])
+    read, written, in_part = (
+        np.concatenate([np.tile(getattr(p.columns, what), len(p)) for p in parts]) for what in ("read", "written", "in_part")
     )
-    return read + written
+    put, taken = _sums(numels * written, num_columns), numels * read
+    if in_part.any():
+        taken = np.where(in_part, np.minimum(taken, np.repeat(put, num_columns)), taken)
+    return _sums(taken, num_columns) + put
 
 
-def _cast_traffic(cluster: Cluster, num: int, local: Callable[[tuple], Local]) -> np.ndarray:
-    """Bytes that the casts of a placeholder read and write; its views are free."""
-    total = np.zeros(num, dtype=np.int64)
-    for i, op in enumerate(cluster.ops):
-        if not is_free(op):
-            total += sum(_bytes(v.dtype, local((i, "ins", s))) for s, v in enumerate(op.ins))
-            total += sum(_bytes(v.dtype, local((i, "outs", s))) for s, v in enumerate(op.outs) if v is not None)
-    return total
+def _sums(flat: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Sums of stretches of some lengths, int64 [stretches]."""
+    found, some = np.zeros(len(lengths), dtype=np.int64), lengths > 0
+    if some.any():
+        found[some] = np.add.reduceat(flat, (np.cumsum(lengths) - lengths)[some])
+    return found
 
 
 def cluster_seconds(
@@ -324,7 +359,7 @@ def cluster_seconds(
         sizes: mesh axis sizes.
         device: on what.
     """
-    return clusters_seconds([(cluster, Priced(priced_columns(cluster, rows), rows, index))], sizes, device)[0]
+    return clusters_seconds([(cluster, Priced(Columns(cluster, rows), rows, index))], sizes, device)[0]
 
 
 def clusters_seconds(parts: Sequence[tuple[Cluster, Priced]], sizes: tuple[int, ...], device: Device) -> list[np.ndarray]:
@@ -345,33 +380,48 @@ def clusters_seconds(parts: Sequence[tuple[Cluster, Priced]], sizes: tuple[int, 
     if not distinct:
         return []
     shape, cuts = stacked([p.shape for _, p in distinct]), Cuts.stacked([p.cuts for _, p in distinct])
-    pieces = np.split(piece_shapes(shape, cuts, sizes), np.cumsum([len(p.shape) for _, p in distinct])[:-1])
-    found = {id(p): _seconds(cluster, p, own, sizes, device) for (cluster, p), own in zip(distinct, pieces, strict=True)}
+    seconds = split_at(_seconds(distinct, piece_shapes(shape, cuts, sizes), sizes, device), [len(p) for _, p in distinct])
+    found = {id(p): s for (_, p), s in zip(distinct, seconds, strict=True)}
     return [found[id(priced)] for _, priced in parts]
 
 
 def seconds_by_size(cluster: Cluster, priced: Priced, sizes: np.ndarray, device: Device) -> np.ndarray:
     """Seconds of a cluster where every candidate is on a mesh of its own, float64 [candidates]; ``sizes`` of their axes [candidates, axes]."""
-    columns = len(priced.shape) // max(len(priced), 1)
-    return _seconds(cluster, priced, piece_shapes(priced.shape, priced.cuts, np.repeat(sizes, columns, axis=0)), sizes, device)
+    pieces = piece_shapes(priced.shape, priced.cuts, np.repeat(sizes, len(priced.columns.at), axis=0))
+    return _seconds([(cluster, priced)], pieces, sizes, device)
 
 
 def _seconds(
-    cluster: Cluster, priced: Priced, pieces: np.ndarray, sizes: tuple[int, ...] | np.ndarray, device: Device
+    parts: Sequence[tuple[Cluster, Priced]], pieces: np.ndarray, sizes: tuple[int, ...] | np.ndarray, device: Device
 ) -> np.ndarray:
-    working = sum(not is_free(op) for op in cluster.ops)
-    if not working:
-        return np.zeros(len(priced))
-    local = partial(priced.local, pieces)
-    if cluster.source is not None:
-        return _cast_traffic(cluster, len(priced), local) / device.memory_bytes_per_s + working * device.kernel_overhead_s
-    arithmetic, border = _kernel_s(cluster, priced, local, sizes, device), _traffic(cluster, len(priced), local)
+    """Seconds of clusters whose pieces lie behind each other, float64 [candidates of all]."""
+    columns, num = [p.columns for _, p in parts], [len(p) for _, p in parts]
+    border = _traffic([p for _, p in parts], pieces.prod(axis=1))
+    moving_s, arithmetic_s = border / device.memory_bytes_per_s, np.zeros(len(border))
+    own, end = split_at(pieces, [len(p.shape) for _, p in parts]), 0
+    for (cluster, priced), local in zip(parts, own, strict=True):
+        if priced.columns.kernels:
+            arithmetic_s[end : end + len(priced)] = _kernel_s(cluster, priced, partial(priced.local, local), sizes, device)
+        end += len(priced)
+    working, is_source = np.repeat([(c.num_working, c.is_source) for c in columns], num, axis=0).T
+    rest = moving_s + working * device.kernel_overhead_s
     if device.fuses:
-        return np.maximum(arithmetic, border / device.memory_bytes_per_s) + device.kernel_overhead_s
-    light = [op for op in cluster.ops if kernel_of(op) is None]
-    more = beside(cluster, light)
-    kernels_s = np.maximum(arithmetic, border / device.memory_bytes_per_s) if len(light) < len(cluster.ops) else 0.0
-    functions_s = more.functions / device.functions_per_s if device.functions_per_s else 0.0
-    return (
-        kernels_s + border * (more.bytes / device.memory_bytes_per_s + functions_s) + len(cluster.ops) * device.kernel_overhead_s
-    )
+        computing = np.maximum(arithmetic_s, moving_s) + device.kernel_overhead_s
+    else:
+        computing = _unfused_s(parts, border, np.maximum(arithmetic_s, moving_s), device)
+    return np.where(working == 0, 0.0, np.where(is_source, rest, computing))
+
+
+def _unfused_s(parts: Sequence[tuple[Cluster, Priced]], border: np.ndarray, kernels_s: np.ndarray, device: Device) -> np.ndarray:
+    """Seconds where every op is a kernel of its own; ``kernels_s``: of those with arithmetic, from what crosses the border in bytes."""
+    beside_s, overhead_s, has_kernel = [], [], []
+    for cluster, priced in parts:
+        light = [op for op in cluster.ops if kernel_of(op) is None]
+        more = beside(cluster, light)
+        functions_s = more.functions / device.functions_per_s if device.functions_per_s else 0.0
+        beside_s.append(more.bytes / device.memory_bytes_per_s + functions_s)
+        overhead_s.append(priced.columns.num_ops * device.kernel_overhead_s)
+        has_kernel.append(len(light) < len(cluster.ops))
+    num = [len(p) for _, p in parts]
+    kernels_s = np.where(np.repeat(has_kernel, num), kernels_s, 0.0)
+    return kernels_s + border * np.repeat(beside_s, num) + np.repeat(overhead_s, num)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.planner.cost.compute import Priced, priced_columns
+from meshwright.planner.cost.compute import Columns, Priced
 from meshwright.planner.ir.cluster import Cluster, ClusterRow
 from meshwright.planner.ir.cuts import Cuts, cuts_of_columns, divide, padded, split_at, stacked
 from meshwright.planner.ir.graph import GraphInput, Value
@@ -329,7 +329,7 @@ class RowTable:
 
     def priced(self, index: np.ndarray) -> Priced:
         """What has a price under some candidates, given by their rows over each axis, int64 [candidates, axes]."""
-        return Priced(self._once("priced", lambda: priced_columns(self._cluster, self.rows)), self.rows, index)
+        return Priced(self._once("priced", lambda: Columns(self._cluster, self.rows)), self.rows, index)
 
     # --- rows whose readers find a kept copy ---
 

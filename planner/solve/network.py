@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Protocol
 
 import numpy as np
 
 from meshwright.planner.cost.steps import Steps
-from meshwright.planner.ir.cuts import Cuts, divide, padded
+from meshwright.planner.ir.cuts import Cuts, divide, padded, split_at
 from meshwright.planner.ir.graph import Value
 from meshwright.planner.ir.redistribute import KINDS, step_kind
 from meshwright.planner.ir.spec import Placement, Placements, R
@@ -47,7 +47,6 @@ class PlacementNetwork:
     kinds: np.ndarray
     bytes: np.ndarray
     network: Network
-    _at: dict[int, tuple[tuple[Placements, ...], np.ndarray]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def arcs(self) -> tuple[tuple[int, str, int], ...]:
@@ -59,15 +58,6 @@ class PlacementNetwork:
     def index(self) -> dict[Placements, int]:
         """Placements to node."""
         return {p: i for i, p in enumerate(self.nodes)}
-
-    def at(self, placements: tuple[Placements, ...]) -> np.ndarray:
-        """Nodes of placements, int64 [placements]."""
-        known = self._at.get(id(placements))
-        if known is None:
-            nodes = np.array([self.index[p] for p in placements], dtype=np.int64)
-            nodes.setflags(write=False)  # several flows have it
-            known = self._at[id(placements)] = placements, nodes
-        return known[1]
 
     def are(self, axes: Iterable[int], kinds: Iterable[str]) -> np.ndarray:
         """Whether an arc is one of some kinds over one of some axes, bool [arcs]."""
@@ -104,28 +94,17 @@ def _priced(wishes: Sequence[Wish], costs: StepCosts, sizes: tuple[int, ...]) ->
     if not wishes:
         return []
     lattices = [_lattice(w.used, len(sizes)) for w in wishes]
-    shape = padded([w.value.shape for w in wishes])[np.repeat(np.arange(len(wishes)), [len(f.nodes) for f in lattices])]
-    even = divide(shape, Cuts.stacked([f.cuts for f in lattices]), sizes)
-    ends = np.cumsum([len(f.nodes) for f in lattices])[:-1]
-    parts = [_Part.of(f, w, e, sizes) for f, w, e in zip(lattices, wishes, np.split(even, ends), strict=True)]
-    num_nodes, num_arcs = [len(p.nodes) for p in parts], [len(p.tails) for p in parts]
-    offset = np.repeat(np.cumsum([0, *num_nodes[:-1]]), num_arcs)
-    size, seconds = costs.steps_s(
-        Steps(
-            tuple(w.value for w in wishes),
-            np.repeat(np.arange(len(wishes)), num_nodes),
-            Cuts.stacked([p.cuts for p in parts]),
-            np.concatenate([p.tails for p in parts]) + offset,
-            np.concatenate([p.heads for p in parts]) + offset,
-            np.concatenate([p.axes for p in parts]),
-            np.concatenate([p.kinds for p in parts]),
-        )
+    there = _There(lattices, wishes, sizes)
+    steps = there.steps(lattices)
+    size, seconds = costs.steps_s(steps)
+    first = np.repeat(np.cumsum(there.num_nodes) - there.num_nodes, there.num_steps)
+    parts = zip(
+        there.nodes(lattices),
+        *(split_at(a, there.num_steps.tolist()) for a in (steps.axes, steps.kinds, size)),
+        *(split_at(a, there.num_steps.tolist()) for a in (steps.tails - first, steps.heads - first, seconds)),
+        strict=True,
     )
-    ends = np.cumsum(num_arcs)[:-1]
-    return [
-        PlacementNetwork(p.nodes, p.axes, p.kinds, b, Network(len(p.nodes), p.tails, p.heads, s))
-        for p, b, s in zip(parts, np.split(size, ends), np.split(seconds, ends), strict=True)
-    ]
+    return [PlacementNetwork(nodes, ax, k, b, Network(len(nodes), t, h, s)) for nodes, ax, k, b, t, h, s in parts]
 
 
 @dataclass(frozen=True)
@@ -177,30 +156,48 @@ def _kind(src: Placement, dst: Placement) -> int:
 _ALL_TO_ALL = KINDS.index("all_to_all")
 
 
-@dataclass(frozen=True)
-class _Part:
-    """What there is of a lattice for one value on a mesh: nodes whose pieces exist, steps over axes of more than one device."""
+class _There:
+    """What there is of the lattices of some values on a mesh: nodes whose pieces exist, steps over axes of more than one device.
 
-    nodes: tuple[Placements, ...]
-    cuts: Cuts
-    tails: np.ndarray
-    heads: np.ndarray
-    axes: np.ndarray
-    kinds: np.ndarray
+    Attributes:
+        num_nodes: how many nodes of each lattice there are, int64 [wishes].
+        num_steps: how many steps, int64 [wishes].
+    """
 
-    @classmethod
-    def of(cls, lattice: _Lattice, wish: Wish, even: np.ndarray, sizes: tuple[int, ...]) -> _Part:
-        exists = even.copy()
-        if wish.uneven:
-            for i in np.flatnonzero(~even).tolist():
-                exists[i] = pieces_exist(wish.value.shape, lattice.nodes[i], sizes)
-        exists[: lattice.num_used] = True
-        tails, heads, axes, kinds = lattice.tails, lattice.heads, lattice.axes, lattice.kinds
-        kept = exists[tails] & exists[heads] & (np.array(sizes) > 1)[axes]
-        kept &= (kinds != _ALL_TO_ALL) | (even[tails] & even[heads])
-        number = np.cumsum(exists) - 1
-        nodes = tuple(itertools.compress(lattice.nodes, exists.tolist()))
-        return cls(nodes, lattice.cuts[exists], number[tails[kept]], number[heads[kept]], axes[kept], kinds[kept])
+    def __init__(self, lattices: Sequence[_Lattice], wishes: Sequence[Wish], sizes: tuple[int, ...]):
+        self._wishes, lengths = wishes, np.array([len(f.nodes) for f in lattices])
+        self._start = np.cumsum(lengths) - lengths
+        self._of = np.repeat(np.arange(len(wishes)), lengths)
+        self._cuts = Cuts.stacked([f.cuts for f in lattices])
+        even = divide(padded([w.value.shape for w in wishes])[self._of], self._cuts, sizes)
+        exists = even | (np.arange(len(even)) - self._start[self._of] < np.array([f.num_used for f in lattices])[self._of])
+        for at in np.flatnonzero(~exists & np.array([w.uneven for w in wishes])[self._of]).tolist():
+            k = int(self._of[at])
+            exists[at] = pieces_exist(wishes[k].value.shape, lattices[k].nodes[at - self._start[k]], sizes)
+        self._even, self._exists, self._is_axis = even, exists, np.array(sizes) > 1
+        self.num_nodes = np.add.reduceat(exists, self._start, dtype=np.int64)
+        self.num_steps = np.zeros_like(self.num_nodes)
+
+    def nodes(self, lattices: Sequence[_Lattice]) -> list[tuple[Placements, ...]]:
+        """The nodes of each."""
+        exists = split_at(self._exists, [len(f.nodes) for f in lattices])
+        return [
+            f.nodes if num == len(f.nodes) else tuple(itertools.compress(f.nodes, e.tolist()))
+            for f, e, num in zip(lattices, exists, self.num_nodes.tolist(), strict=True)
+        ]
+
+    def steps(self, lattices: Sequence[_Lattice]) -> Steps:
+        """All nodes and steps, those of each lattice behind those of the one before."""
+        lengths = [len(f.tails) for f in lattices]
+        of = np.repeat(np.arange(len(lattices)), lengths)
+        tails, heads = (np.concatenate(a) + self._start[of] for a in ([f.tails for f in lattices], [f.heads for f in lattices]))
+        axes, kinds = (np.concatenate(a) for a in ([f.axes for f in lattices], [f.kinds for f in lattices]))
+        kept = self._exists[tails] & self._exists[heads] & self._is_axis[axes]
+        kept &= (kinds != _ALL_TO_ALL) | (self._even[tails] & self._even[heads])
+        self.num_steps = np.bincount(of[kept], minlength=len(lattices))
+        number, values = np.cumsum(self._exists) - 1, tuple([w.value for w in self._wishes])
+        ends = number[tails[kept]], number[heads[kept]]
+        return Steps(values, self._of[self._exists], self._cuts[self._exists], *ends, axes[kept], kinds[kept])
 
 
 def without_dominated(network: Network, allowed: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Protocol
 
 import numpy as np
@@ -18,18 +19,17 @@ from meshwright.planner.cost.steps import Steps
 from meshwright.planner.ir.cluster import Cluster, ClusterGraph, ClusterRow
 from meshwright.planner.ir.graph import OpGraph, Value
 from meshwright.planner.ir.mesh import MeshShape
-from meshwright.planner.ir.spec import Placement, Placements, R
-from meshwright.planner.solve.candidates import Candidate, Edges, even, piece_bytes, storable
+from meshwright.planner.ir.spec import Placement, Placements
+from meshwright.planner.solve.candidates import Candidate, Edges
 from meshwright.planner.solve.combine import Expanded, expand_all, table_of
+from meshwright.planner.solve.flows import Flows
 from meshwright.planner.solve.keep import Gathers, StepCosts, kept_unit, root_of, with_kept
-from meshwright.planner.solve.layout import Group, Layout, Reader, layout_of
-from meshwright.planner.solve.memory import GATHERED_COPIES, Trained, resting_units
-from meshwright.planner.solve.network import PlacementNetwork, Wish, networks_of
-from meshwright.planner.solve.problem import SEGMENTS, Choice, Demand, Flow, Peak, Problem
+from meshwright.planner.solve.layout import Layout, Reader, layout_of
+from meshwright.planner.solve.memory import Trained, resting_units
+from meshwright.planner.solve.network import PlacementNetwork
+from meshwright.planner.solve.problem import SEGMENTS, Choice, Problem
 from meshwright.planner.solve.program import NetworkCache
 from meshwright.planner.solve.rows import MemoryRows, Sizes
-
-_REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
 class Costs(Protocol):
@@ -132,11 +132,8 @@ def build_tables(
     )
     choices = [_choice(layout, clusters, g, c, memory[g], hidden) for g, c in enumerate(classes)]
     unreduced = layout.unreduced if precision == "bf16-mixed" else frozenset[str]()
-    made = _Flows(layout, clusters, [c.expanded for c in classes], mesh, unreduced, hidden)
-    groups = [group for group in layout.groups if made.matters(group)]
-    networks = networks_of([made.wish(group) for group in groups], costs, mesh.sizes)
-    flows = [made.flow(group, network) for group, network in zip(groups, networks, strict=True)]
-    peaks = (*points.peaks(), *_gathered(flows, networks, groups, clusters, layout, mesh))
+    made = Flows(layout, clusters, [c.expanded for c in classes], mesh, unreduced, hidden, costs)
+    peaks = (*points.peaks(), made.gathered())
     return Tables(
         graph,
         clusters,
@@ -144,13 +141,13 @@ def build_tables(
         layout.class_of,
         layout.members,
         tuple(c.expanded.candidates for c in classes),
-        tuple(group.names for group in groups),
-        tuple(networks),
-        tuple(group.readers for group in groups),
+        tuple([group.names for group in made.groups]),
+        tuple(made.networks),
+        tuple([group.readers for group in made.groups]),
         layout.results,
         Problem(
             tuple(choices),
-            tuple(flows),
+            tuple(made.flows),
             tuple(p for p in peaks if p.terms),
             {},
             memory_limit_bytes,
@@ -265,8 +262,11 @@ def _union(kept: Sequence[frozenset[Edges] | None]) -> frozenset[Edges] | None:
 
 def _tie_memory(choices: Sequence[Choice]) -> float:
     """Seconds per byte such that all static memory together weighs 1e-6 of the compute."""
-    compute = sum(c.count * _median(c.compute_s) for c in choices)
-    static = sum(float(np.sum(list(c.memory_bytes.values()), axis=0).max()) for c in choices if c.memory_bytes)
+    medians = {key: _median(seconds) for key, seconds in {id(c.compute_s): c.compute_s for c in choices}.items()}
+    compute = sum(c.count * medians[id(c.compute_s)] for c in choices)
+    totals = [reduce(np.add, c.memory_bytes.values()) for c in choices if c.memory_bytes]
+    starts = np.cumsum([0, *map(len, totals[:-1])])
+    static = float(np.maximum.reduceat(np.concatenate(totals), starts).sum()) if totals else 0.0
     return 1e-6 * compute / static if static else 0.0
 
 
@@ -274,107 +274,3 @@ def _median(numbers: np.ndarray) -> float:
     """``np.median``, which takes ten times as long for a few numbers."""
     ordered, half = np.sort(numbers), len(numbers) // 2
     return float(ordered[half]) if len(numbers) % 2 else float(ordered[half - 1] + ordered[half]) / 2
-
-
-class _Flows:
-    """Makes a flow of each group of values."""
-
-    def __init__(
-        self,
-        layout: Layout,
-        clusters: ClusterGraph,
-        expanded: Sequence[Expanded],
-        mesh: MeshShape,
-        unreduced: frozenset[str],
-        hidden: frozenset[tuple[str, str]],
-    ):
-        self._layout, self._clusters, self._expanded = layout, clusters, expanded
-        self._sizes, self._unreduced, self._hidden = mesh.sizes, unreduced, hidden
-        self._whole = ((R,) * mesh.num_axes,)
-
-    def _wanted(self, reader: Reader) -> tuple[Placements, ...]:
-        """What the candidates of the reading class want, each once; for results of the graph what they accept, if fixed."""
-        kind, choice, slot = reader
-        if kind == "in":
-            return self._expanded[choice].distinct("in", slot)
-        if kind == "grad":
-            return self._expanded[choice].distinct("rest")
-        return self._whole if kind == "whole" else ()
-
-    def matters(self, group: Group) -> bool:
-        """Whether any choice could need a step."""
-        made = self._expanded[group.supply].distinct("out", group.slot)
-        if len(made) > 1:
-            return True
-        return any(p not in made for r in group.readers for p in self._wanted(r)) or any(p.is_partial for ps in made for p in ps)
-
-    def _cluster(self, group: Group) -> Cluster:
-        return self._clusters.clusters[self._layout.members[group.supply][0]]
-
-    def wish(self, group: Group) -> Wish:
-        """The network that a flow needs."""
-        source, made = self._cluster(group).source, self._expanded[group.supply].distinct("out", group.slot)
-        used = dict.fromkeys(made)
-        for reader in group.readers:
-            used.update(dict.fromkeys(self._wanted(reader)))
-        uneven = (source is not None and source.role == "parameter") or any(kind == "grad" for kind, _, _ in group.readers)
-        return Wish(self._cluster(group).outs[group.slot], tuple(used), uneven)
-
-    def flow(self, group: Group, network: PlacementNetwork) -> Flow:
-        value = self._cluster(group).outs[group.slot]
-        return Flow(
-            value.name,
-            group.count,
-            SEGMENTS.index(group.phase),
-            (group.names[0], group.phase) in self._hidden,
-            network.network,
-            self._allowed(group, network),
-            group.supply,
-            network.at(self._expanded[group.supply].placed("out", group.slot)),
-            tuple(self._demand(reader, network, value) for reader in group.readers),
-        )
-
-    def _demand(self, reader: Reader, network: PlacementNetwork, value: Value) -> Demand:
-        kind, choice, slot = reader
-        if kind == "free":
-            accepted = [n for p, n in network.index.items() if self._presentable(value, p)]
-            return Demand(None, np.array(accepted, dtype=np.int64))
-        if kind == "whole":
-            return Demand(None, network.at(self._whole))
-        return Demand(choice, network.at(self._expanded[choice].placed("in" if kind == "in" else "rest", slot)))
-
-    def _presentable(self, value: Value, placements: Placements) -> bool:
-        """Whether a user output may have these placements as a DTensor."""
-        return not any(p.is_partial for p in placements) and storable(placements) and even(value.shape, placements, self._sizes)
-
-    def _allowed(self, group: Group, network: PlacementNetwork) -> np.ndarray:
-        """All arcs; for a low-precision partial gradient only those that leave it partial, where its readers can read that."""
-        allowed = np.ones(network.network.num_arcs, dtype=bool)
-        if group.names[0] not in self._unreduced:
-            return allowed
-        for axis, size in enumerate(self._sizes):
-            readable = all(any(p[axis].is_partial for p in self._wanted(r)) for r in group.readers)
-            if size > 1 and readable:
-                allowed &= ~network.are([axis], _REDUCTIONS)
-        return allowed
-
-
-def _gathered(
-    flows: Sequence[Flow],
-    networks: Sequence[PlacementNetwork],
-    groups: Sequence[Group],
-    clusters: ClusterGraph,
-    layout: Layout,
-    mesh: MeshShape,
-) -> tuple[Peak, ...]:
-    """Copies of parameters larger than the piece they are made from."""
-    terms = []
-    for flow, network, group in zip(flows, networks, groups, strict=True):
-        cluster = clusters.clusters[layout.members[group.supply][0]]
-        if cluster.source is None or cluster.source.role != "parameter":
-            continue
-        size = np.array([float(piece_bytes(cluster.outs[group.slot], p, mesh.sizes)) for p in network.nodes])
-        for demand in flow.demands:
-            if demand.choice is not None and demand.choice != flow.supply:
-                terms.append(((demand.choice, size[demand.nodes]), (flow.supply, -size[flow.supply_nodes])))
-    return (Peak("gathered", float(GATHERED_COPIES), tuple(terms)),)
