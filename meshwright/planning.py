@@ -44,6 +44,10 @@ MOST_STAGES = 64
 """Pipeline ranks that are looked at where nobody says how many."""
 
 
+class _Searches(dict[tuple[bool, bool], StageSearch]):
+    """Searches for stages of one call, by whether the program is folded, and whether the whole batch at once is of interest."""
+
+
 class _Phases:
     """Seconds of phases that are told as they begin."""
 
@@ -111,14 +115,14 @@ def _plan_with_or_without_stages(
     captured: Folded, target: Target, request: Request, model: str, tell: debug.Progress, stages_if_faster: bool
 ) -> Plan:
     """The plan of the whole program on all devices, or one in stages: where that alone fits, or is faster by more than a margin."""
-    degrees = _degrees_to_try(captured, target, request)
+    degrees, searches = _degrees_to_try(captured, target, request), _Searches()
 
     def in_stages(bar_s: float, is_hurt: bool) -> Plan | None:
         if not stages_if_faster or not degrees:
             return None
         asked = PipelineRequest(degrees[0], at_once=is_hurt)
         try:
-            return _search_in_stages(captured, target, request, asked, model, tell, degrees, bar_s)
+            return _search_in_stages(captured, target, request, asked, model, tell, degrees, bar_s, searches)
         except (InfeasibleError, InputError):
             return None
 
@@ -144,7 +148,7 @@ def _plan_with_or_without_stages(
         note = f"without pipeline stages: at least {plan.bound_s:.4g} s per step on any mesh of one or two axes"
         return replace(found, notes=(*found.notes, note), alternatives=plan.alternatives)
     bar_s = plan.predicted.step_time_s * (1 - WORTH_STAGES)
-    found = found or in_stages(bar_s, is_hurt=plan.solver["limit_binds"])
+    found = found or in_stages(bar_s, is_hurt=bool(early) or plan.solver["limit_binds"])
     if found is None or found.predicted.step_time_s >= bar_s:
         return plan
     note = f"without pipeline stages: {plan.predicted.step_time_s:.4g} s per step on mesh {plan.mesh}"
@@ -234,8 +238,10 @@ def _search_in_stages(
     tell: debug.Progress,
     degrees: Sequence[int],
     bar_s: float,
+    known: _Searches | None = None,
 ) -> Plan | None:
-    """The best plan in stages, on the folded program where that stands for the whole one; None: none is faster than ``bar_s``."""
+    """The best plan in stages, on the folded program where that stands for the whole one; None: none is faster than ``bar_s``. ``known``: those
+    of the same call with another bar."""
     options = replace(request.options(model, tell), alternatives=False)
     tell("stages")
 
@@ -247,14 +253,22 @@ def _search_in_stages(
         return logical_meshes(of_stage.topology, asked, search=of_stage.searched), link
 
     devices = Devices(target.mesh.num_devices, inside)
+    known = _Searches() if known is None else known
     notes, plan, folds = captured.notes, None, bool(captured.repeats)
+
+    def searching(folds: bool) -> StageSearch:
+        if (folds, stages.at_once) not in known:
+            source, whole = (captured, _expanded) if folds else (captured.unfolded, _as_it_is)
+            known[folds, stages.at_once] = StageSearch(source, devices, partial(whole, captured), options, stages, degrees)
+        return known[folds, stages.at_once]
+
     if folds:
         try:
-            plan = StageSearch(captured, devices, partial(_expanded, captured), options, stages, degrees).plan(bar_s)
+            plan = searching(True).plan(bar_s)
         except Unlike as e:
             folds, notes = False, (*notes, f"planned whole: {e}")
     if not folds:
-        plan = StageSearch(captured.unfolded, devices, partial(_as_it_is, captured), options, stages, degrees).plan(bar_s)
+        plan = searching(False).plan(bar_s)
     if plan is None:
         return None
     if folds:

@@ -44,8 +44,43 @@ class TimeSpecs:
     ops: Mapping[str, OpSpec]
 
 
-def _none(_: OpGraph) -> dict[int, TimeSpecs | str]:
-    return {}
+_Even = dict[tuple[tuple[int, ...], Placement], bool]
+"""Whether pieces of a shape are even over an axis of micro-batches: all that their number decides."""
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """What is known of one graph.
+
+    Attributes:
+        by_count: of micro-batches, or why there are none.
+        alike: of any number for which the same pieces are even.
+    """
+
+    by_count: dict[int, TimeSpecs | str]
+    alike: list[tuple[_Even, TimeSpecs]]
+
+    def of(self, graph: OpGraph, count: int) -> TimeSpecs | str:
+        if count not in self.by_count:
+            try:
+                self.by_count[count] = self._found(graph, count)
+            except InputError as e:
+                self.by_count[count] = str(e)
+        return self.by_count[count]
+
+    def _found(self, graph: OpGraph, count: int) -> TimeSpecs:
+        batch = _batch_to_cut(graph, count)
+        for even, found in self.alike:
+            if all(divides(shape, (p,), (count,)) == is_even for (shape, p), is_even in even.items()):
+                return found
+        walk = _Walk(graph, batch, count)
+        found = walk.specs()
+        self.alike.append((walk.even, found))
+        return found
+
+
+def _nothing(_: OpGraph) -> _Cuts:
+    return _Cuts({}, [])
 
 
 def _lifted(graph: OpGraph) -> dict[str, tuple[Row, ...] | None]:
@@ -55,7 +90,7 @@ def _lifted(graph: OpGraph) -> dict[str, tuple[Row, ...] | None]:
 _LIFTED: Known[OpGraph, dict[str, tuple[Row, ...] | None]] = Known(_lifted)
 
 
-_FOUND: Known[OpGraph, dict[int, TimeSpecs | str]] = Known(_none)
+_CUTS: Known[OpGraph, _Cuts] = Known(_nothing)
 
 
 def time_specs(graph: OpGraph, count: int) -> TimeSpecs:
@@ -70,32 +105,25 @@ def time_specs(graph: OpGraph, count: int) -> TimeSpecs:
     """
     if count == 1:
         return TimeSpecs({}, {})
-    known = _FOUND(graph)
-    if count not in known:
-        try:
-            known[count] = _cut(graph, count)
-        except InputError as e:
-            known[count] = str(e)
-    found = known[count]
+    found = _CUTS(graph).of(graph, count)
     if isinstance(found, str):
         raise InputError(found)
     return found
 
 
-def _cut(graph: OpGraph, count: int) -> TimeSpecs:
+def _batch_to_cut(graph: OpGraph, count: int) -> int:
+    """Length of the batch.
+
+    Raises:
+        InputError: so many micro-batches do not divide it.
+    """
     batch = batch_length(graph)
     if batch % count:
         raise InputError(
             f"{count} micro-batches do not divide the batch of {batch} samples: use a batch of a multiple of {count} "
             "(pad it with samples whose labels the loss ignores), or another number of micro-batches"
         )
-    walk = _Walk(graph, batch, count)
-    walk.forth()
-    walk.back()
-    walk.refuse_illegal()
-    listed = {name: row for name, row in walk.rows.items() if any(p not in (None, R) for p in (*row.ins, *row.outs))}
-    specs = {n: OpSpec(tuple((p,) for p in r.ins), tuple(None if p is None else (p,) for p in r.outs)) for n, r in listed.items()}
-    return TimeSpecs({name: p for name, p in walk.inputs.items() if p != R}, specs)
+    return batch
 
 
 def batch_length(graph: OpGraph) -> int:
@@ -123,8 +151,24 @@ class _Walk:
         self.parameters = {i.value.name for i in graph.inputs_of("parameter")}
         self.known = _LIFTED(graph)
         self.rows: dict[str, Row] = {}
-        self._even: dict[tuple[tuple[int, ...], Placement], bool] = {}
+        self.even: _Even = {}
         self.made: dict[str, Placement] = dict(self.inputs)
+
+    def specs(self) -> TimeSpecs:
+        """What is found.
+
+        Raises:
+            InputError: micro-batches would change what the model computes.
+        """
+        self.forth()
+        self.back()
+        self.refuse_illegal()
+        listed = {name: row for name, row in self.rows.items() if any(p not in (None, R) for p in (*row.ins, *row.outs))}
+        specs = {
+            name: OpSpec(tuple((p,) for p in r.ins), tuple(None if p is None else (p,) for p in r.outs))
+            for name, r in listed.items()
+        }
+        return TimeSpecs({name: p for name, p in self.inputs.items() if p != R}, specs)
 
     def forth(self) -> None:
         """Every op takes the cheapest row, in execution order."""
@@ -144,9 +188,9 @@ class _Walk:
         return all(v is None or p is None or p is R or self._divides(v.shape, p) for v, p in values)
 
     def _divides(self, shape: tuple[int, ...], p: Placement) -> bool:
-        found = self._even.get((shape, p))
+        found = self.even.get((shape, p))
         if found is None:
-            found = self._even[shape, p] = divides(shape, (p,), (self.count,))
+            found = self.even[shape, p] = divides(shape, (p,), (self.count,))
         return found
 
     def price(self, op: Op, row: Row) -> float:

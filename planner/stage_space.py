@@ -134,7 +134,11 @@ class Space:
     # --- combinations ---
 
     def combinations(self) -> list[Try]:
-        """All of them, bounded by their kernels."""
+        """All of them, bounded by their kernels, none worked on yet."""
+        return [replace(item, order=next(self.numbers)) for item in self._combinations]
+
+    @cached_property
+    def _combinations(self) -> list[Try]:
         found = [item for degree in self.degrees for item in self._of_degree(degree)]
         for level in dict.fromkeys(item.recompute for item in found):
             items = [item for item in found if item.recompute == level]

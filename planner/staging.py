@@ -105,6 +105,10 @@ class StageSearch:
         self.options, self.clock = options, Clock(options.progress)
         self.space = Space(source, devices, options, asked, degrees, self.clock)
         self.name = self.space.name
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing is worked on yet."""
         self._heap: list[Try] = []
         self._spent: dict[tuple[int, int], float] = {}
         self._hurt: dict[tuple[Recompute, int, int], float] = {}
@@ -115,12 +119,13 @@ class StageSearch:
     # --- the search ---
 
     def plan(self, bar_s: float = math.inf) -> Plan | None:
-        """The best plan; None where none is faster than ``bar_s``.
+        """The best plan; None where none is faster than ``bar_s``. May be asked several times: combinations and their kernels are known then.
 
         Raises:
             InputError: the batch, the program or the strategy cannot be had so at all.
             InfeasibleError: nothing fits, and nothing else was known (``bar_s`` infinite).
         """
+        self._begin()
         self._heap = [item for item in self.space.combinations() if item.bound_s < bar_s]
         heapq.heapify(self._heap)
         best, self._is_known = None, math.isfinite(bar_s)

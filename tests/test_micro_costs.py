@@ -11,7 +11,7 @@ from meshwright.planner.fuse import fuse
 from meshwright.planner.ir.cluster import ClusterRow
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.spec import P, R, S
-from meshwright.planner.micro import time_specs
+from meshwright.planner.micro import _Walk, batch_length, time_specs
 from meshwright.planner.micro_costs import MicroCosts, TimeRows
 from tests.helpers.models import ALL
 from tests.helpers.prepared import captured, toy_hardware
@@ -67,3 +67,13 @@ def test_an_activation_moves_in_pieces_of_a_micro_batch():
     assert (kind, size) == ("all_gather", whole.step_s(value, (S(1),), 0, R)[1] // COUNT)
     latency = hardware.links[0].latency_s
     assert seconds == pytest.approx(whole.step_s(value, (S(1),), 0, R)[2] + (COUNT - 1) * latency, rel=0.5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "transformer", "mlp"])
+def test_numbers_of_micro_batches_that_share_their_placements_have_those_of_their_own(name):
+    graph = captured(name).graph
+    batch = batch_length(graph)
+    counts = [n for n in range(2, batch + 1) if batch % n == 0]
+    for count in (*counts, *reversed(counts)):
+        assert time_specs(graph, count) == _Walk(graph, batch, count).specs()
+    assert len({id(time_specs(graph, count)) for count in counts}) < len(counts)
