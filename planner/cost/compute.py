@@ -16,7 +16,7 @@ from meshwright.planner.cost.devices import matmul_tiles
 from meshwright.planner.cost.eager import SCATTERED, beside, query_block
 from meshwright.planner.cost.formulas import compiled
 from meshwright.planner.ir.cluster import Cluster, ClusterRow
-from meshwright.planner.ir.cuts import Cuts, cuts_of_columns, padded, piece_shapes, split_at, stacked
+from meshwright.planner.ir.cuts import Cuts, cuts_of_columns, padded, piece_shapes, repeated, split_at, stacked
 from meshwright.planner.ir.graph import Op, Value
 from meshwright.planner.ir.hardware import Device
 from meshwright.planner.ir.spec import Placement
@@ -277,7 +277,7 @@ class Priced:
 
     def __init__(self, columns: Columns, rows: Sequence[ClusterRow], index: np.ndarray):
         self.columns, self.rows, self.index = columns, rows, index
-        self.shape = np.tile(columns.shape, (len(index), 1))
+        self.shape = repeated(columns.shape, len(index))
         self.cuts = columns.cuts.of_candidates(index)
 
     def __len__(self) -> int:
@@ -329,10 +329,12 @@ def _traffic(parts: Sequence[Priced], numels: np.ndarray) -> np.ndarray:
     Returns:
         int64 [candidates of all].
     """
-    num_columns = np.repeat([len(p.columns.at) for p in parts], [len(p) for p in parts])
-    read, written, in_part = (
-        np.concatenate([np.tile(getattr(p.columns, what), len(p)) for p in parts]) for what in ("read", "written", "in_part")
-    )
+    of_part, num = np.array([len(p.columns.at) for p in parts]), [len(p) for p in parts]
+    num_columns = np.repeat(of_part, num)
+    column = np.arange(len(numels)) - np.repeat(np.cumsum(num_columns) - num_columns, num_columns)
+    column += np.repeat(np.repeat(np.cumsum(of_part) - of_part, num), num_columns)  # among those of all parts
+    each = [[p.columns.read for p in parts], [p.columns.written for p in parts], [p.columns.in_part for p in parts]]
+    read, written, in_part = (np.concatenate(a)[column] for a in each)
     put, taken = _sums(numels * written, num_columns), numels * read
     if in_part.any():
         taken = np.where(in_part, np.minimum(taken, np.repeat(put, num_columns)), taken)

@@ -6,22 +6,24 @@ Whether rows go together is looked at for all combinations at once: over each ax
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from meshwright.planner.cost.compute import Columns, Priced
 from meshwright.planner.ir.cluster import Cluster, ClusterRow
-from meshwright.planner.ir.cuts import Cuts, cuts_of_columns, divide, padded, split_at, stacked
+from meshwright.planner.ir.cuts import Cuts, cuts_of_columns, divide, padded, repeated, split_at, stacked
 from meshwright.planner.ir.graph import GraphInput, Value
 from meshwright.planner.ir.known import Known
 from meshwright.planner.ir.spec import Placement, Placements, R, S
 from meshwright.planner.kinds import signature_of
 from meshwright.planner.solve.candidates import WHOLE_ROLES, Candidate, Edges, edges, pieces_exist
 from meshwright.planner.solve.keep import Root, root_of
+
+Fact = TypeVar("Fact")
 
 
 @dataclass(frozen=True)
@@ -40,23 +42,23 @@ class Expanded:
     index: np.ndarray
     numbers: tuple[int, ...]
     _parts: dict[tuple[int, ...], Expanded] = field(default_factory=dict)
-    _longer: dict[tuple[int, ...], Expanded] = field(default_factory=dict)
-    _placed: dict[tuple[str, int], tuple[Placements, ...]] = field(default_factory=dict)
+    _known: dict[Hashable, Any] = field(default_factory=dict)
 
-    def placed(self, what: str, slot: int = 0) -> tuple[Placements, ...]:
-        """Placements of an input (``"in"``), a result (``"out"``) or the placeholder (``"rest"``) in every candidate."""
+    def once(self, what: Hashable, work_out: Callable[[], Fact]) -> Fact:
+        """Anything else that no mesh changes, by name: worked out once."""
+        if what not in self._known:
+            self._known[what] = work_out()
+        return self._known[what]
+
+    def placed(self, what: str, slot: int = 0) -> Placed:
+        """Placements of an input (``"in"``), a result (``"out"``) or the placeholder (``"rest"``) in the candidates."""
         key = what, slot
-        if key not in self._placed:
-            of = {"in": lambda c: c.ins[slot], "out": lambda c: c.outs[slot], "rest": lambda c: c.rest or ()}[what]
-            self._placed[key] = tuple(map(of, self.candidates))
-        return self._placed[key]
-
-    def distinct(self, what: str, slot: int = 0) -> tuple[Placements, ...]:
-        """The same, each once."""
-        key = f"each {what}", slot
-        if key not in self._placed:
-            self._placed[key] = tuple(dict.fromkeys(self.placed(what, slot)))
-        return self._placed[key]
+        if key not in self._known:
+            if what == "rest":
+                self._known[key] = Placed.of([c.rest or () for c in self.candidates])
+            else:
+                self._known[key] = Placed.of([(c.ins if what == "in" else c.outs)[slot] for c in self.candidates])
+        return self._known[key]
 
     @cached_property
     def kept_at(self) -> np.ndarray:
@@ -103,11 +105,28 @@ class Expanded:
 
     def followed_by(self, more: Expanded) -> Expanded:
         """These candidates and some more of their cluster."""
-        key = tuple(map(id, more.candidates))
-        if key not in self._longer:
-            index = np.concatenate([self.index, more.index])
-            self._longer[key] = Expanded(self.candidates + more.candidates, self.table, index, self.numbers + more.numbers)
-        return self._longer[key]
+        index = np.concatenate([self.index, more.index])
+        return Expanded(self.candidates + more.candidates, self.table, index, self.numbers + more.numbers)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Placements of a value in some candidates.
+
+    Attributes:
+        distinct: the placements, each once.
+        number: which of them a candidate has, int64 [candidates], read-only.
+    """
+
+    distinct: tuple[Placements, ...]
+    number: np.ndarray
+
+    @classmethod
+    def of(cls, placements: Sequence[Placements]) -> Placed:
+        seen: dict[Placements, int] = {}
+        number = np.array([seen.setdefault(p, len(seen)) for p in placements], dtype=np.int64)
+        number.setflags(write=False)
+        return cls(tuple(seen), number)
 
 
 @dataclass(frozen=True)
@@ -129,21 +148,23 @@ class Held:
     @classmethod
     def of(cls, expanded: Expanded) -> Held:
         table, num = expanded.table, len(expanded.index)
-        unit = np.tile(table.result_unit, (num, 1))
-        parts = [(table.result_shape, table.result_cuts().of_candidates(expanded.index), unit)]
-        if table.source is not None:
-            parts.append((padded([table.source.value.shape]), table.rest().of_candidates(expanded.index), np.ones(num)))
+        shape, cuts = repeated(table.result_shape, num), table.result_cuts().of_candidates(expanded.index)
+        unit = repeated(table.result_unit, num)
+        if table.source is None:
+            return cls(shape, cuts, unit)
+        parts = [(shape, cuts), (repeated(padded([table.source.value.shape]), num), table.rest().of_candidates(expanded.index))]
+        units = [unit, np.ones(num)]
         if table.root is not None:
-            unit[np.ix_(expanded.kept_at, table.is_view)] = 0.0
-            paths = [(R,) * expanded.index.shape[1] if c.kept is None else c.kept[-1] for c in expanded.candidates]
-            parts.append(
-                (padded([table.root.value.shape]), Cuts.of(paths, expanded.index.shape[1]), expanded.kept_at.astype(float))
-            )
-        if len(parts) == 1:
-            return cls(np.tile(parts[0][0], (num, 1)), parts[0][1], unit.ravel())
-        shapes, cuts, units = zip(*parts, strict=True)
-        shape = stacked([np.tile(shape, (num, 1)) for shape in shapes])
-        return cls(shape, Cuts.stacked(cuts), np.concatenate([u.ravel() for u in units]))
+            kept_at, num_axes = expanded.kept_at, expanded.index.shape[1]
+            paths = [(R,) * num_axes if c.kept is None else c.kept[-1] for c in expanded.candidates]
+            parts.append((repeated(padded([table.root.value.shape]), num), Cuts.of(paths, num_axes)))
+            units = [
+                np.where(np.repeat(kept_at, len(table.is_view)) & repeated(table.is_view, num), 0.0, unit),
+                np.ones(num),
+                kept_at,
+            ]
+        shapes, all_cuts = zip(*parts, strict=True)
+        return cls(stacked(shapes), Cuts.stacked(all_cuts), np.concatenate(units))
 
 
 def product_of(per_axis: Sequence[tuple[int, ...]]) -> np.ndarray:
@@ -357,7 +378,7 @@ def look_up_rows(tables: Sequence[RowTable], sizes: Iterable[int]) -> None:
         new = [table for table in dict.fromkeys(tables) if not table.settle(size)]
         if new:
             flat = [Cuts(t.columns.dim.reshape(-1, 1), t.columns.split.reshape(-1, 1)) for t in new]
-            shape = stacked([np.tile(t.shape, (len(t.columns.dim), 1)) for t in new])
+            shape = stacked([repeated(t.shape, len(t.columns.dim)) for t in new])
             even = split_at(divide(shape, Cuts.stacked(flat), (size,)), [len(c.dim) for c in flat])
             for table, part in zip(new, even, strict=True):
                 table.tell(size, part.reshape(table.columns.dim.shape))

@@ -16,7 +16,7 @@ from meshwright.planner.ir.graph import Value
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.spec import Placements, R
 from meshwright.planner.solve.candidates import even, piece_bytes, storable
-from meshwright.planner.solve.combine import Expanded
+from meshwright.planner.solve.combine import Expanded, Placed
 from meshwright.planner.solve.layout import Group, Layout, Reader
 from meshwright.planner.solve.memory import GATHERED_COPIES
 from meshwright.planner.solve.network import PlacementNetwork, StepCosts, Wish, networks_of
@@ -49,27 +49,30 @@ class Use:
     @classmethod
     def work_out(cls, own: Expanded, slot: int, readers: Sequence[tuple[str, Expanded | None, int]]) -> Use:
         """Of the candidates that make it as their result ``slot``, and of readers: kind, candidates if it has some, and slot."""
-        made, num_axes = own.distinct("out", slot), own.index.shape[1]
-        whole = ((R,) * num_axes,)
-        each: list[tuple[Placements, ...] | None] = []
-        all_of_each: list[tuple[Placements, ...] | None] = []
-        for kind, expanded, at in readers:
-            what = "in" if kind == "in" else "rest"
-            each.append((whole if kind == "whole" else None) if expanded is None else expanded.distinct(what, at))
-            all_of_each.append(each[-1] if expanded is None else expanded.placed(what, at))
-        node = {p: n for n, p in enumerate(dict.fromkeys((*made, *(p for ps in each if ps is not None for p in ps))))}
+        made, num_axes = own.placed("out", slot), own.index.shape[1]
+        whole = Placed.of([(R,) * num_axes])
+        read = [
+            expanded.placed("in" if kind == "in" else "rest", at) if expanded is not None else whole if kind == "whole" else None
+            for kind, expanded, at in readers
+        ]
+        node = {p: n for n, p in enumerate(made.distinct)}
+        for each in read:
+            for p in each.distinct if each is not None else ():
+                node.setdefault(p, len(node))
         return cls(
             tuple(node),
-            len(node) > 1 or any(p.is_partial for ps in made for p in ps),
-            _nodes(node, own.placed("out", slot)),
-            tuple(None if ps is None else _nodes(node, ps) for ps in all_of_each),
-            tuple(all(any(p[axis].is_partial for p in ps or ()) for ps in each) for axis in range(num_axes)),
-            (own, *(expanded for _, expanded, _ in readers)),
+            len(node) > 1 or any(p.is_partial for ps in made.distinct for p in ps),
+            made.number,
+            tuple([None if each is None else _nodes(node, each) for each in read]),
+            tuple(
+                [all(each is not None and any(p[a].is_partial for p in each.distinct) for each in read) for a in range(num_axes)]
+            ),
+            (own, *[expanded for _, expanded, _ in readers]),
         )
 
 
-def _nodes(node: dict[Placements, int], placed: Sequence[Placements]) -> np.ndarray:
-    found = np.array([node[p] for p in placed], dtype=np.int64)
+def _nodes(node: dict[Placements, int], placed: Placed) -> np.ndarray:
+    found = np.array([node[p] for p in placed.distinct], dtype=np.int64)[placed.number]
     found.setflags(write=False)  # several flows have it
     return found
 

@@ -7,7 +7,7 @@ batch come out partial and are completed where they are needed (a loss, the stat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from meshwright.planner.ir.cluster import Cluster, ClusterGraph, ClusterRow
 from meshwright.planner.ir.graph import Value
@@ -46,6 +46,7 @@ def _rows(clusters: ClusterGraph, batch: int, size: int, dim: int) -> tuple[Clus
     made: dict[str, Placement] = {}
     chosen: list[ClusterRow] = []
     fitting: dict[tuple, list[ClusterRow]] = {}
+    known: dict[tuple, ClusterRow] = {}
     parameters = {
         v.name: whole_placements(c, k)
         for c in clusters.clusters
@@ -56,10 +57,14 @@ def _rows(clusters: ClusterGraph, batch: int, size: int, dim: int) -> tuple[Clus
         if cluster.source is not None:
             row = _at_rest(cluster, batch, size, dim)
         else:
-            key = id(cluster.rows), tuple(v.shape for v in cluster.ins), tuple(v.shape for v in cluster.outs)
-            if key not in fitting:
-                fitting[key] = [row for row in cluster.rows if _fits(cluster, row, size)]
-            row = _cheapest(cluster, fitting[key], made, parameters)
+            fits = id(cluster.rows), *[v.shape for v in cluster.ins], *[v.shape for v in cluster.outs]
+            reads = [(made[v.name], parameters.get(v.name)) for v in cluster.ins]
+            key = fits, *[v.dtype for v in cluster.ins], *reads
+            if key not in known:
+                if fits not in fitting:
+                    fitting[fits] = [row for row in cluster.rows if _fits(cluster, row, size)]
+                known[key] = _cheapest(cluster, fitting[fits], reads)
+            row = known[key]
         chosen.append(row)
         made.update((v.name, p) for v, p in zip(cluster.outs, row.outs, strict=True))
     return tuple(chosen)
@@ -88,14 +93,14 @@ def _fits(cluster: Cluster, row: ClusterRow, size: int) -> bool:
 
 
 def _cheapest(
-    cluster: Cluster, rows: Sequence[ClusterRow], made: Mapping[str, Placement], parameters: Mapping[str, frozenset[Placement]]
+    cluster: Cluster, rows: Sequence[ClusterRow], reads: Sequence[tuple[Placement, frozenset[Placement] | None]]
 ) -> ClusterRow:
-    """Of ``rows``, those of a cluster that fit, the one that moves least; the cluster's first where none can be had."""
-    reads = [(v, made[v.name], parameters.get(v.name)) for v in cluster.ins]
+    """Of ``rows``, those of a cluster that fit, the one that moves least; the cluster's first where none can be had. ``reads``: how each value
+    that it reads is made, and how it may be read if it is a parameter."""
     least, best = float("inf"), cluster.rows[0]
     for row in rows:
         moved = 0.0
-        for (value, src, allowed), dst in zip(reads, row.ins, strict=True):
+        for value, (src, allowed), dst in zip(cluster.ins, reads, row.ins, strict=True):
             if src is not dst:
                 moved += price_of_change(value, src, dst, allowed)
         if moved < least:

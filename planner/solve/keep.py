@@ -97,8 +97,8 @@ def _views(ops: tuple[Op, ...], root: str, above: frozenset[int], same: dict[str
     return frozenset(found)
 
 
-Gathers = dict[tuple, "tuple[float, tuple[Placements, ...]] | None"]
-"""What is known of gathers on a mesh: by value, where it is made and the axes that are gathered, seconds and path."""
+Gathers = dict[tuple, tuple[float, int]]
+"""What is known of gathers on a mesh: by value, where it is made and the axes that are gathered, seconds and the number of the path."""
 
 
 def with_kept(expanded: Expanded, sizes: tuple[int, ...], costs: StepCosts, known: Gathers) -> tuple[Expanded, tuple[float, ...]]:
@@ -118,41 +118,87 @@ def with_kept(expanded: Expanded, sizes: tuple[int, ...], costs: StepCosts, know
     table, none = expanded.table, (0.0,) * len(expanded.candidates)
     if table.root is None:
         return expanded, none
-    root = table.root.value
-    best: dict[tuple, tuple[float, tuple[Placements, ...], tuple[int, ...]]] = {}
-    for combination in expanded.index.tolist():
-        made = table.made(combination)
-        sharded = [a for a, n in enumerate(sizes) if n > 1 and made[a].is_shard]
-        for count in range(1, len(sharded) + 1):
-            for axes in itertools.combinations(sharded, count):
-                gather = root.shape, root.dtype, made, axes
-                if gather not in known:
-                    known[gather] = _fastest(root, made, axes, costs)
-                key, found = (axes, tuple(r for a, r in enumerate(combination) if a not in axes)), known[gather]
-                if found is not None and (key not in best or found[0] < best[key][0]):
-                    best[key] = *found, tuple(table.kept(r) if a in axes else r for a, r in enumerate(combination))
+    root, cut = table.root.value, tuple([n > 1 for n in sizes])
+    ways = expanded.once(("ways to keep", cut), lambda: _ways(expanded, cut))
+    best: dict[int, tuple[float, int, int]] = {}
+    for at, way in enumerate(ways):
+        gather = root.shape, root.dtype, way.made, way.axes
+        if gather not in known:
+            known[gather] = _fastest(root, way, costs)
+        seconds, number = known[gather]
+        if way.group not in best or seconds < best[way.group][0]:
+            best[way.group] = seconds, at, number
     if not best:
         return expanded, none
-    seconds, paths, kept = zip(*best.values(), strict=True)
-    more = table.expanded(np.array(kept, dtype=np.int64), paths)
-    return expanded.followed_by(more), (*none, *seconds)
+    taken = tuple([(at, number) for _, at, number in best.values()])
+    longer = expanded.once(("kept", cut, taken), lambda: _with(expanded, [(ways[at], number) for at, number in taken]))
+    return longer, (*none, *[seconds for seconds, _, _ in best.values()])
 
 
-def _fastest(
-    value: Value, made: Placements, axes: Sequence[int], costs: StepCosts
-) -> tuple[float, tuple[Placements, ...]] | None:
-    """Seconds and path of the fastest order of gathers over ``axes``; None where each is blocked."""
+@dataclass(frozen=True)
+class _Way:
+    """A candidate that could keep a copy.
+
+    Attributes:
+        rows: its rows.
+        made: where it makes what can be kept.
+        axes: those to gather it over.
+        paths: what placements it can pass through, by order of the axes.
+        group: number of those that are read alike, one of which is taken.
+    """
+
+    rows: tuple[int, ...]
+    made: Placements
+    axes: tuple[int, ...]
+    paths: tuple[tuple[Placements, ...], ...]
+    group: int
+
+
+def _ways(expanded: Expanded, cut: Sequence[bool]) -> list[_Way]:
+    """All candidates that could keep a copy where some axes cut something."""
+    found: list[_Way] = []
+    groups: dict[tuple, int] = {}
+    for rows in map(tuple, expanded.index.tolist()):
+        made = expanded.table.made(rows)
+        sharded = [a for a, is_cut in enumerate(cut) if is_cut and made[a].is_shard]
+        for count in range(1, len(sharded) + 1):
+            for axes in itertools.combinations(sharded, count):
+                paths = _paths(made, axes)
+                if paths:
+                    key = axes, tuple(r for a, r in enumerate(rows) if a not in axes)
+                    found.append(_Way(rows, made, axes, paths, groups.setdefault(key, len(groups))))
+    return found
+
+
+@lru_cache(maxsize=1 << 12)
+def _paths(made: Placements, axes: tuple[int, ...]) -> tuple[tuple[Placements, ...], ...]:
+    """What placements gathers over ``axes`` pass through, for each order in which none is blocked."""
     found = []
     for order in itertools.permutations(reversed(axes)):
-        path, seconds = [made], 0.0
+        path = [made]
         for axis in order:
             if not legal_step(path[-1], axis, R):
                 break
-            seconds += costs.step_s(value, path[-1], axis, R)[2]
             path.append((*path[-1][:axis], R, *path[-1][axis + 1 :]))
         else:
-            found.append((seconds, tuple(path)))
-    return min(found, key=lambda f: f[0], default=None)
+            found.append(tuple(path))
+    return tuple(found)
+
+
+def _fastest(value: Value, way: _Way, costs: StepCosts) -> tuple[float, int]:
+    """Seconds of the fastest path, and its number."""
+    seconds = []
+    for path in way.paths:
+        steps = ((src, step_axis(src, dst)) for src, dst in itertools.pairwise(path))
+        seconds.append(sum(costs.step_s(value, src, axis, R)[2] for src, axis in steps))
+    return min(zip(seconds, itertools.count(), strict=False))
+
+
+def _with(expanded: Expanded, ways: Sequence[tuple[_Way, int]]) -> Expanded:
+    """The candidates, and behind them some that keep a copy, each by the number of a path."""
+    table = expanded.table
+    rows = [[table.kept(r) if a in way.axes else r for a, r in enumerate(way.rows)] for way, _ in ways]
+    return expanded.followed_by(table.expanded(np.array(rows, dtype=np.int64), [way.paths[number] for way, number in ways]))
 
 
 def kept_unit(members: Sequence[Cluster], times: Callable[[str], int]) -> int:

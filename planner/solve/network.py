@@ -61,8 +61,10 @@ class PlacementNetwork:
 
     def are(self, axes: Iterable[int], kinds: Iterable[str]) -> np.ndarray:
         """Whether an arc is one of some kinds over one of some axes, bool [arcs]."""
-        of_kind = np.isin(self.kinds, [KINDS.index(k) for k in kinds])
-        return of_kind & np.isin(self.axes, list(axes))
+        is_kind, is_axis = np.zeros(len(KINDS), dtype=bool), np.zeros(len(self.nodes[0]), dtype=bool)
+        is_kind[[KINDS.index(k) for k in kinds]] = True
+        is_axis[list(axes)] = True
+        return is_kind[self.kinds] & is_axis[self.axes]
 
 
 @dataclass(frozen=True)
