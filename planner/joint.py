@@ -17,14 +17,15 @@ def joint_module(graph: fx.Graph) -> fx.GraphModule:
     return _LazyGraphModule(nn.Module(), graph, class_name="JointGraph")
 
 
-def written(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> fx.Node:
+def written(
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, meta: Mapping[str, Any]
+) -> fx.Node:
     """A call, at the graph's insertion point, of what another graph calls with the same kinds of arguments.
 
-    ``Graph.create_node`` looks through all arguments for symbolic sizes, which is half of its time; what comes from a graph was looked
-    through when it was made there.
+    ``Graph.create_node`` looks through all arguments for symbolic sizes, and whatever of a node is assigned makes the graph list it
+    anew: together two thirds of the time. What comes from a graph was looked through when it was made there.
     """
     node = graph.create_node("call_function", target, name=name)
-    node.args = args
-    if kwargs:
-        node.kwargs = dict(kwargs)
+    node._update_args_kwargs(args, dict(kwargs))
+    node.meta.update(meta)
     return node

@@ -267,9 +267,8 @@ class _Rewriter:
 
     def _write(self, node: fx.Node) -> fx.Node:
         args, kwargs = self._reading((node.args, node.kwargs), self.again)
-        copy = written(self.graph, node.target, args, kwargs, f"{node.name}_r")
-        copy.meta = {**node.meta, "phase": "backward", "recompute_of": node.name}
-        return copy
+        meta = {**node.meta, "phase": "backward", "recompute_of": node.name}
+        return written(self.graph, node.target, args, kwargs, f"{node.name}_r", meta)
 
 
 def save_few(capture: Capture, kept: Set[str] | None = None) -> Capture:

@@ -10,7 +10,7 @@ by op (:mod:`~meshwright.planner.correspond`). Where a check fails the model is 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,9 +28,9 @@ from meshwright.planner.ir.recompute import Recompute
 from meshwright.planner.joint import joint_module
 from meshwright.planner.parts import BlockList, find_lists, parts_of
 from meshwright.planner.remember import Results
-from meshwright.planner.splice import copy_name, splice
+from meshwright.planner.splice import Order, copy_name, splice
+from meshwright.planner.stretch import FEW, Stretch, stretched
 
-Order = Mapping[tuple[str, str], int]
 NONE = Recompute()
 
 
@@ -202,15 +202,39 @@ class Folded:
 
     @cached_property
     def _whole_graph(self) -> tuple[fx.Graph, OpGraph]:
-        spliced = self._traced.spliced(lambda s: s.copies)
+        return self._recomputing(self._traced.spliced(lambda s: s.copies), self.repeats)
+
+    def _recomputing(self, spliced: _Spliced, repeats: tuple[Repeat, ...]) -> tuple[fx.Graph, OpGraph]:
+        """A program with more copies than the planned one, which ``repeats`` says, with what its backward computes again."""
         if not self.plannable.training:
             return spliced.graph, spliced.view()
-        return remat.rewritten(spliced.graph, spliced.ends, map_kept(self._planned[1], self.repeats))
+        return remat.rewritten(spliced.graph, spliced.ends, map_kept(self._planned[1], repeats))
 
-    @property
+    @cached_property
     def whole_view(self) -> OpGraph:
         """The program of the whole model, every block in it."""
-        return self._whole_graph[1] if self.repeats else self.plannable.graph
+        if not self.repeats:
+            return self.plannable.graph
+        if "_whole_graph" not in vars(self):
+            try:
+                return self._stretched_view()
+            except Unlike:  # its blocks are not evenly ordered
+                pass
+        return self._whole_graph[1]
+
+    def _stretched_view(self) -> OpGraph:
+        """As :attr:`whole_view`, from a program with few instances of every block.
+
+        Raises:
+            Unlike: it does not tell what the whole one is.
+        """
+        few = [_Few.of(self.repeats, stack) for stack in self._traced.stacks]
+        spliced = self._traced.spliced(lambda s: next(f.instances for f in few if f.stack == s) - 1)
+        view = self._recomputing(spliced, tuple(r for f in few for r in f.repeats))[1]
+        for f in few:
+            for stretch in f.stretches:
+                view = stretched(view, stretch, self._traced.order)
+        return view
 
     @cached_property
     def whole(self) -> Capture:
@@ -220,6 +244,43 @@ class Folded:
     def summary(self) -> list[dict[str, Any]]:
         """Which children of which lists were traced, for :attr:`Plan.folded`."""
         return [{"list": s.path, "captured": list(s.kept), "of": s.total} for s in self._traced.stacks]
+
+
+@dataclass(frozen=True)
+class _Few:
+    """A program with few instances of a stack's alike blocks.
+
+    Attributes:
+        stack: the stack.
+        repeats: how the planned program belongs to this one: one or two groups of blocks.
+        whole: how it belongs to the whole one.
+    """
+
+    stack: Stack
+    repeats: tuple[Repeat, ...]
+    whole: tuple[Repeat, ...]
+
+    @classmethod
+    def of(cls, repeats: Sequence[Repeat], stack: Stack) -> _Few:
+        mine, found, start = tuple(r for r in repeats if r.path == stack.path), list[Repeat](), 0
+        for repeat in mine:
+            found.append(dataclasses.replace(repeat, copies=min(repeat.copies, FEW - 1), whole_at=start))
+            start += found[-1].copies + 1
+        return cls(stack, tuple(found), mine)
+
+    @property
+    def instances(self) -> int:
+        return sum(r.copies + 1 for r in self.repeats)
+
+    @property
+    def stretches(self) -> Iterator[Stretch]:
+        """What makes the whole of it, from the last group on."""
+        instances = self.instances
+        for few, whole in reversed([*zip(self.repeats, self.whole, strict=True)]):
+            if extra := whole.copies - few.copies:
+                names = self.repeats[0].names
+                yield Stretch(self.stack.path, self.stack.first, names, instances, few.whole_at, extra)
+                instances += extra
 
 
 @dataclass(frozen=True)

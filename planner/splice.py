@@ -20,6 +20,21 @@ from meshwright.planner.ir.graph import GraphInput, GraphOutput, OpGraph, fx_val
 from meshwright.planner.joint import written
 
 _ROLES = ("parameter", "buffer", "input", "constant", "seed", "tangent")
+_RESULTS = {"mutation": "buffer", "output": "", "gradient": "parameter"}
+"""Roles of results, in order, and of the state that they are results of."""
+
+Order = Mapping[tuple[str, str], int]
+"""(role, first name) of every parameter and buffer of the whole model to its position."""
+
+
+def input_place(entry: GraphInput, order: Order) -> tuple[int, int]:
+    """What inputs are sorted by."""
+    return _ROLES.index(entry.role), order.get((entry.role, entry.name), 0)
+
+
+def result_place(result: GraphOutput, order: Order) -> tuple[int, int]:
+    """What results are sorted by."""
+    return [*_RESULTS].index(result.role), order.get((_RESULTS[result.role], result.name), len(order))
 
 
 def copy_name(name: str, k: int) -> str:
@@ -94,9 +109,7 @@ class _Splicer:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.made[self._read(node, n, k)])
         if node.target is RANDOM:
             args = (args[0], self._numbered(node, k), *args[2:])
-        copy = written(self.new, node.target, args, kwargs, copy_name(node.name, k))
-        copy.meta = self._meta(node, k)
-        self.made[node, k] = copy
+        self.made[node, k] = written(self.new, node.target, args, kwargs, copy_name(node.name, k), self._meta(node, k))
 
     def _read(self, reader: fx.Node, value: fx.Node, k: int) -> tuple[fx.Node, int]:
         """What copy ``k`` of ``reader`` (or, for 0, the node itself) reads for ``value``: a node and its copy."""
@@ -135,9 +148,7 @@ class _Splicer:
         return self._own_names
 
 
-def splice(
-    graph: fx.Graph, view: OpGraph, match: Match, copies: int, order: Mapping[tuple[str, str], int]
-) -> tuple[fx.Graph, OpGraph]:
+def splice(graph: fx.Graph, view: OpGraph, match: Match, copies: int, order: Order) -> tuple[fx.Graph, OpGraph]:
     """The graph with ``copies`` copies of block 1.
 
     Args:
@@ -158,7 +169,7 @@ def splice(
         node = holders[entry.value.name]
         many = copies if node in work._own else 0
         inputs += [(node, k, _input(entry, match, k)) for k in range(many + 1)]
-    inputs.sort(key=lambda item: (_ROLES.index(item[2].role), order.get((item[2].role, item[2].name), 0)))
+    inputs.sort(key=lambda item: input_place(item[2], order))
     for node, k, _ in inputs:
         work.placeholder(node, k)
     work.ops()
@@ -179,11 +190,10 @@ def _input(entry: GraphInput, match: Match, k: int) -> GraphInput:
 
 
 def _results(
-    graph: fx.Graph, view: OpGraph, match: Match, copies: int, order: Mapping[tuple[str, str], int]
+    graph: fx.Graph, view: OpGraph, match: Match, copies: int, order: Order
 ) -> list[tuple[fx.Node | None, int, GraphOutput]]:
     """Node, copy and entry of every result; those of parameters and buffers in the whole model's order."""
     (returned,) = (n for n in graph.nodes if n.op == "output")
-    state = {"mutation": "buffer", "gradient": "parameter"}
     found: list[tuple[fx.Node | None, int, GraphOutput]] = []
     for node, entry in zip(returned.args[0], view.outputs, strict=True):
         child = child_of(entry.name, match.stack.path) if entry.role != "output" else None
@@ -192,7 +202,5 @@ def _results(
             name = entry.name if entry.role == "output" else renamed(entry.name, match, k)
             own = k if node is not None and match.owner.get(node) == match.stack.first else 0
             found.append((node, own, dataclasses.replace(entry, name=name)))
-    roles = {"mutation": 0, "output": 1, "gradient": 2}
-    last = len(order)
-    found.sort(key=lambda item: (roles[item[2].role], order.get((state.get(item[2].role, ""), item[2].name), last)))
+    found.sort(key=lambda item: result_place(item[2], order))
     return found
