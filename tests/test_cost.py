@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from meshwright.planner.cost import DEVICES, CostModel, device_for, hardware_for
 from meshwright.planner.cost.comm import collective_s
-from meshwright.planner.cost.formulas import FORMULAS, compiled, text
+from meshwright.planner.cost.formulas import FORMULAS, expression, symbols, text
 from meshwright.planner.cost.links import GLOO, HDR, NDR, NVLINK3, NVLINK4
 from meshwright.planner.fuse import fuse
 from meshwright.planner.ir.errors import InputError
@@ -50,7 +50,7 @@ def published() -> list[tuple[str, Link, str, int, int, float]]:
         if r["time_us"]:
             seconds = float(r["time_us"]) * 1e-6
         else:
-            volume = compiled(f"{r['collective']}_volume")(size, n)
+            volume = FORMULAS[f"{r['collective']}_volume"](size, n)
             seconds = volume / (float(r["busbw_GBps"]) * 1e9)
         rows.append((f"{r['gpu']} x{n} {r['collective']}", links[r["gpu"]], r["collective"], n, size, seconds))
     return rows
@@ -322,3 +322,12 @@ def test_sharding_a_cluster_never_costs_more_than_replicating_it():
 def test_formulas_can_be_read():
     assert text("matmul_flops") == "matmul_flops = 2*b*k*m*n"
     assert all(name in text(name) for name in FORMULAS)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_what_is_read_of_a_formula_is_what_is_computed(name: str):
+    found = symbols(name)
+    numbers = {argument: 3.0 + 2**k for k, argument in enumerate(found)}
+    shown = expression(name).subs({symbol: numbers[argument] for argument, symbol in found.items()})
+    assert float(shown) == pytest.approx(float(FORMULAS[name](**numbers)), rel=1e-12)
+    assert expression(name).free_symbols == set(found.values())

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from meshwright.planner.cost.formulas import compiled
+from meshwright.planner.cost.formulas import FORMULAS, collective_s as formula_s
 from meshwright.planner.cost.links import Algorithm, algorithms_of
 from meshwright.planner.ir.hardware import Link, Measured
 
@@ -33,8 +33,8 @@ def algorithm_s(algorithm: Algorithm, link: Link, kind: str, group: int, size_by
         group: ranks in the group.
         size_bytes: the larger of a rank's input and output.
     """
-    volume = size_bytes if algorithm.once else compiled(f"{kind}_volume")(size_bytes, group)
-    return compiled("collective_s")(
+    volume = size_bytes if algorithm.once else FORMULAS[f"{kind}_volume"](size_bytes, group)
+    return formula_s(
         link.latency_s,
         algorithm.base,
         algorithm.hop,

@@ -12,9 +12,9 @@ from functools import partial
 import numpy as np
 import torch
 
+from meshwright.planner.cost import formulas
 from meshwright.planner.cost.devices import matmul_tiles
 from meshwright.planner.cost.eager import SCATTERED, beside, query_block
-from meshwright.planner.cost.formulas import compiled
 from meshwright.planner.ir.cluster import Cluster, ClusterRow
 from meshwright.planner.ir.cuts import Cuts, cuts_of_columns, padded, piece_shapes, repeated, split_at, stacked
 from meshwright.planner.ir.graph import Op, Value
@@ -65,7 +65,7 @@ def _numel(local: Local) -> np.ndarray:
 def matmul_s(p: Pieces, b: np.ndarray | float, m: np.ndarray, k: np.ndarray, n: np.ndarray) -> np.ndarray:
     """Seconds of ``b`` matmuls of m x k by k x n."""
     rate, ceiling = p.rate()
-    return compiled("matmul_s")(b, m, k, n, rate, ceiling, *matmul_tiles(p.device))
+    return formulas.matmul_s(b, m, k, n, rate, ceiling, *matmul_tiles(p.device))
 
 
 def _mm(p: Pieces) -> np.ndarray:
@@ -105,12 +105,12 @@ def _convolution_backward(p: Pieces) -> np.ndarray:
     return wanted * matmul_s(p, 1.0, _numel(dy) // np.maximum(dy[:, 1], 1), w[:, 1:].prod(axis=1), dy[:, 1])
 
 
-def _attention_s(p: Pieces, q: Local, k: Local, formula: str) -> np.ndarray:
+def _attention_s(p: Pieces, q: Local, k: Local, formula: Callable[..., np.ndarray]) -> np.ndarray:
     if not p.device.fuses:
-        return _blocked_attention_s(p, q, k, 5 if formula == "attention_backward_flops" else 2)
+        return _blocked_attention_s(p, q, k, 5 if formula is formulas.attention_backward_flops else 2)
     rate, ceiling = p.rate()
-    flops = compiled(formula)(q[:, 0], q[:, 1], q[:, 2], k[:, 2], q[:, 3])
-    return compiled("flops_s")(_seen(p, q[:, 2], k[:, 2]) * flops, rate, ceiling * ATTENTION_CEILING)
+    flops = formula(q[:, 0], q[:, 1], q[:, 2], k[:, 2], q[:, 3])
+    return formulas.flops_s(_seen(p, q[:, 2], k[:, 2]) * flops, rate, ceiling * ATTENTION_CEILING)
 
 
 def _blocked_attention_s(p: Pieces, q: Local, k: Local, matmuls: int) -> np.ndarray:
@@ -162,7 +162,7 @@ def _attention(p: Pieces) -> np.ndarray:
     q, k = p.ins[0], p.ins[1]
     _, stripes = _stripes(p)
     joined = 2 * (stripes > 1) + 3
-    return _attention_s(p, q, k, "attention_flops") + _merge_s(p, q, k, joined * _bytes(p.op.ins[0].dtype, q))
+    return _attention_s(p, q, k, formulas.attention_flops) + _merge_s(p, q, k, joined * _bytes(p.op.ins[0].dtype, q))
 
 
 def _attention_backward(p: Pieces) -> np.ndarray:
@@ -170,7 +170,7 @@ def _attention_backward(p: Pieces) -> np.ndarray:
     _, stripes = _stripes(p)
     joined = 2 * (stripes > 1) + 3
     traffic = joined * _bytes(p.op.ins[1].dtype, q) + (14 * stripes - 6) * _bytes(p.op.ins[2].dtype, k)
-    return _attention_s(p, q, k, "attention_backward_flops") + _merge_s(p, q, k, traffic)
+    return _attention_s(p, q, k, formulas.attention_backward_flops) + _merge_s(p, q, k, traffic)
 
 
 def _merge_s(p: Pieces, q: Local, k: Local, traffic: np.ndarray) -> np.ndarray:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
+from meshwright.planner.cost.compute import Columns, Priced
 from meshwright.planner.ir.cluster import Cluster, ClusterGraph, ClusterRow
 from meshwright.planner.ir.errors import VerifyError
 from meshwright.planner.ir.graph import Op, OpGraph, Value
@@ -104,7 +107,6 @@ class _Walk:
     clusters: ClusterGraph
     costs: Costs
     made: dict[str, Placements] = field(init=False)
-    _seconds: dict[tuple, float] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.made = made_placements(self.plan, self.graph)
@@ -112,15 +114,25 @@ class _Walk:
     # --- compute ---
 
     def cluster_seconds(self) -> list[float]:
-        return [self._cluster_s(i, cluster) for i, cluster in enumerate(self.clusters.clusters)]
+        """Seconds of each cluster; clusters of one class that do the same are priced once, and all at once."""
+        keys = [self._key(i, cluster) for i, cluster in enumerate(self.clusters.clusters)]
+        first = dict(zip(reversed(keys), reversed(self.clusters.clusters), strict=True))
+        parts = [(key, part) for key, cluster in first.items() for part in self._parts(cluster)]
+        rows = [self._rows(part) for _, part in parts]
+        index = np.arange(self.plan.mesh.num_axes)[None]
+        priced = [(part, Priced(Columns(part, r), r, index)) for (_, part), r in zip(parts, rows, strict=True)]
+        found = dict.fromkeys(first, 0.0)
+        for (key, _), seconds in zip(parts, self.costs.clusters_costs(priced), strict=True):
+            found[key] += float(seconds[0])
+        return [found[key] for key in keys]
 
-    def _cluster_s(self, i: int, cluster: Cluster) -> float:
-        key = (self.clusters.class_of[i], self.plan.inputs[cluster.source.value.name] if cluster.source else None)
-        key += tuple(self.plan.ops[op.name] for op in cluster.ops)  # type: ignore[assignment]
-        if key not in self._seconds:
-            parts = [cluster] if self._consistent(cluster) else [_alone(op) for op in cluster.ops]
-            self._seconds[key] = sum(float(self.costs.cluster_costs(part, [self._rows(part)])[0]) for part in parts)
-        return self._seconds[key]
+    def _key(self, i: int, cluster: Cluster) -> tuple:
+        rest = self.plan.inputs[cluster.source.value.name] if cluster.source else None
+        return self.clusters.class_of[i], rest, *[self.plan.ops[op.name] for op in cluster.ops]
+
+    def _parts(self, cluster: Cluster) -> list[Cluster]:
+        """What is priced as one kernel: the cluster, or each of its ops where a value changes its placement inside."""
+        return [cluster] if self._consistent(cluster) else [_alone(op) for op in cluster.ops]
 
     def _consistent(self, cluster: Cluster) -> bool:
         """Whether no value changes its placement inside the cluster."""
