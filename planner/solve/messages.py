@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshwright.planner.solve.bundle import Plane, Prices
-from meshwright.planner.solve.marginals import Slack, over_forests
+from meshwright.planner.solve.marginals import FEW, Slack, over_forests
 from meshwright.planner.solve.moves import Edge, Sum
 from meshwright.planner.solve.pairwise import Pairwise
 from meshwright.planner.solve.problem import Problem, Restriction
@@ -138,7 +138,7 @@ class Messages:
             slack, least = Slack.of(self._terms.pairs[number], sent[number], sent[number ^ 1], groups.get(pair[::-1]))
             pairs[pair], bound = slack, bound + least
         least_of = self._least()
-        raised = over_forests([total - least for total, least in zip(self._total, least_of, strict=True)], pairs)
+        raised = over_forests([total - least for total, least in zip(self._total, least_of, strict=True)], pairs, FEW)
         above = max(float(r.min()) for r in raised)
         bound += self._base + sum(least_of)
         found = [np.full(n, np.inf) for n in self._num_candidates]
