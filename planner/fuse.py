@@ -26,7 +26,7 @@ from meshwright.planner.ir.graph import GraphInput, Op, OpGraph, Value
 from meshwright.planner.ir.spec import Placement, R, Row, S
 from meshwright.planner.join import join
 from meshwright.planner.kinds import is_free, kind_of
-from meshwright.planner.strided import Lifted, RowsFor
+from meshwright.planner.strided import Lifted, RowsFor, lifted
 
 _FREE_ROLES = frozenset({"parameter", "input"})
 """Placeholders that may rest in any placement; the others are replicated."""
@@ -437,17 +437,17 @@ def fuse(graph: OpGraph, rows_for: RowsFor, apart: frozenset[str] = frozenset())
         Clusters in execution order, forward before backward, every cluster in a class of its own. Ops without a rule
         stand alone, are replicated and named in ``Cluster.fallback``.
     """
-    lifted = Lifted(graph, rows_for)
-    grouping = _Grouping(graph, lifted, apart)
-    return _finish(grouping.groups, graph, lifted, grouping.rest_of)
+    rows = lifted(graph, rows_for)
+    grouping = _Grouping(graph, rows, apart)
+    return _finish(grouping.groups, graph, rows, grouping.rest_of)
 
 
 def trivial_clusters(graph: OpGraph, rows_for: RowsFor) -> ClusterGraph:
     """One cluster per op and per placeholder: what :func:`fuse` must not be worse than."""
-    lifted = Lifted(graph, rows_for)
-    grouping = _Grouping(graph, lifted)
+    rows = lifted(graph, rows_for)
+    grouping = _Grouping(graph, rows)
     groups = [_Group("source", graph.phase_of[i.value.name], i) for i in graph.inputs]
     for i, op in enumerate(graph.ops):
-        fallback = (op.target,) if lifted.rows[op.name] is None else ()
+        fallback = (op.target,) if rows.rows[op.name] is None else ()
         groups.append(_Group("kernel", op.phase, None, {i: op}, {v.name: None for v in op.ins}, fallback=fallback))
-    return _finish(groups, graph, lifted, grouping.rest_of)
+    return _finish(groups, graph, rows, grouping.rest_of)

@@ -26,7 +26,7 @@ from meshwright.planner.ir.plan import OpSpec
 from meshwright.planner.ir.redistribute import step_kind
 from meshwright.planner.ir.spec import Placement, R, Row, S, divides
 from meshwright.planner.solve.follow import price_of_change
-from meshwright.planner.strided import Lifted
+from meshwright.planner.strided import lifted
 
 EXAMPLES = "batch statistics (BatchNorm in training mode) and losses that compare samples of a batch need it so"
 
@@ -81,13 +81,6 @@ class _Cuts:
 
 def _nothing(_: OpGraph) -> _Cuts:
     return _Cuts({}, [])
-
-
-def _lifted(graph: OpGraph) -> dict[str, tuple[Row, ...] | None]:
-    return Lifted(graph, rules.rows_for).rows
-
-
-_LIFTED: Known[OpGraph, dict[str, tuple[Row, ...] | None]] = Known(_lifted)
 
 
 _CUTS: Known[OpGraph, _Cuts] = Known(_nothing)
@@ -149,7 +142,7 @@ class _Walk:
             i.value.name: S(0) if i.role == "input" and i.value.shape and i.value.shape[0] == batch else R for i in graph.inputs
         }
         self.parameters = {i.value.name for i in graph.inputs_of("parameter")}
-        self.known = _LIFTED(graph)
+        self.known = lifted(graph, rules.rows_for).rows
         self.rows: dict[str, Row] = {}
         self.even: _Even = {}
         self.made: dict[str, Placement] = dict(self.inputs)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from meshwright.planner.ir.graph import GraphInput, Op, OpGraph
+from meshwright.planner.ir.known import Known
 from meshwright.planner.ir.spec import Placement, Row, S
 from meshwright.planner.kinds import argument, kind_of, packet, signature_of
 
@@ -143,6 +144,7 @@ class Lifted:
                 cache[key] = self._lift(op)
             self.rows[op.name] = cache[key]
             self.signatures[op.name] = self._ids.setdefault(key, len(self._ids))
+        del self._graph, self._ids, self._key, self._rules, self._rule_of, self._natural  # what is kept must not hold the graph
 
     def _rule(self, op: Op, rows_for: RowsFor) -> _Rules | None:
         key = signature_of(op)
@@ -267,3 +269,18 @@ def _with_split(row: Row, k: int) -> Row:
     """``row`` with every plain shard ``S(d)`` replaced by ``S(d;k)``."""
     ins = tuple(S(p.dim, k) if p.is_shard else p for p in row.ins)
     return Row(ins, tuple(S(p.dim, k) if p is not None and p.is_shard else p for p in row.outs), False)
+
+
+def _nothing(_: OpGraph) -> dict[RowsFor, Lifted]:
+    return {}
+
+
+_LIFTED: Known[OpGraph, dict[RowsFor, Lifted]] = Known(_nothing)
+
+
+def lifted(graph: OpGraph, rows_for: RowsFor) -> Lifted:
+    """The rows of a graph, worked out once; an op's own rows must stay what they are."""
+    known = _LIFTED(graph)
+    if rows_for not in known:
+        known[rows_for] = Lifted(graph, rows_for)
+    return known[rows_for]
