@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from typing import Any, TypeVar
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -21,150 +21,8 @@ from meshwright.planner.ir.known import Known
 from meshwright.planner.ir.spec import Placement, Placements, R, S
 from meshwright.planner.kinds import signature_of
 from meshwright.planner.solve.candidates import WHOLE_ROLES, Candidate, Edges, edges, pieces_exist
+from meshwright.planner.solve.expanded import Expanded
 from meshwright.planner.solve.keep import Root, root_of
-
-Fact = TypeVar("Fact")
-
-
-@dataclass(frozen=True)
-class Expanded:
-    """Candidates, and the rows that they are made of. What no size changes of them is worked out once.
-
-    Attributes:
-        candidates: the candidates.
-        table: their cluster's rows.
-        index: row of each candidate over each axis, in the order of ``table.rows``, int64 [candidates, axes].
-        numbers: candidates of one signature have one number.
-    """
-
-    candidates: tuple[Candidate, ...]
-    table: RowTable
-    index: np.ndarray
-    numbers: tuple[int, ...]
-    _parts: dict[tuple[int, ...], Expanded] = field(default_factory=dict)
-    _known: dict[Hashable, Any] = field(default_factory=dict)
-
-    def once(self, what: Hashable, work_out: Callable[[], Fact]) -> Fact:
-        """Anything else that no mesh changes, by name: worked out once."""
-        if what not in self._known:
-            self._known[what] = work_out()
-        return self._known[what]
-
-    def placed(self, what: str, slot: int = 0) -> Placed:
-        """Placements of an input (``"in"``), a result (``"out"``) or the placeholder (``"rest"``) in the candidates."""
-        key = what, slot
-        if key not in self._known:
-            if what == "rest":
-                self._known[key] = Placed.of([c.rest or () for c in self.candidates])
-            else:
-                self._known[key] = Placed.of([(c.ins if what == "in" else c.outs)[slot] for c in self.candidates])
-        return self._known[key]
-
-    @cached_property
-    def kept_at(self) -> np.ndarray:
-        """Which candidates keep a copy, bool [candidates]."""
-        return np.array([c.kept is not None for c in self.candidates])
-
-    @cached_property
-    def priced(self) -> Priced:
-        """What has a price."""
-        return self.table.priced(self.index)
-
-    @cached_property
-    def held(self) -> Held:
-        """What candidates hold in memory."""
-        return Held.of(self)
-
-    @cached_property
-    def _all(self) -> tuple[int, ...]:
-        return tuple(range(len(self.numbers)))
-
-    @cached_property
-    def _are_unlike(self) -> bool:
-        """Whether all signatures differ."""
-        return len(set(self.numbers)) == len(self.numbers)
-
-    def cheapest_of_equals(self, seconds: np.ndarray) -> tuple[int, ...]:
-        """Indices of the candidates that remain when of several with one signature only the fastest is kept."""
-        if self._are_unlike:
-            return self._all
-        best: dict[int, int] = {}
-        for i, (number, s) in enumerate(zip(self.numbers, seconds.tolist(), strict=True)):
-            if s < seconds[best.setdefault(number, i)]:
-                best[number] = i
-        return tuple(sorted(best.values()))
-
-    def taken(self, which: tuple[int, ...]) -> Expanded:
-        """Some of the candidates."""
-        if len(which) == len(self.candidates):
-            return self
-        if which not in self._parts:
-            candidates, numbers = tuple(self.candidates[i] for i in which), tuple(self.numbers[i] for i in which)
-            self._parts[which] = Expanded(candidates, self.table, self.index[list(which)], numbers)
-        return self._parts[which]
-
-    def followed_by(self, more: Expanded) -> Expanded:
-        """These candidates and some more of their cluster."""
-        index = np.concatenate([self.index, more.index])
-        return Expanded(self.candidates + more.candidates, self.table, index, self.numbers + more.numbers)
-
-
-@dataclass(frozen=True)
-class Placed:
-    """Placements of a value in some candidates.
-
-    Attributes:
-        distinct: the placements, each once.
-        number: which of them a candidate has, int64 [candidates], read-only.
-    """
-
-    distinct: tuple[Placements, ...]
-    number: np.ndarray
-
-    @classmethod
-    def of(cls, placements: Sequence[Placements]) -> Placed:
-        seen: dict[Placements, int] = {}
-        number = np.array([seen.setdefault(p, len(seen)) for p in placements], dtype=np.int64)
-        number.setflags(write=False)
-        return cls(tuple(seen), number)
-
-
-@dataclass(frozen=True)
-class Held:
-    """What candidates of a cluster hold in memory, one behind the other: for each what its ops make; then for each the placeholder at rest;
-    then for each the copy that it keeps.
-
-    Attributes:
-        shape: global shapes, int64 [pieces, dims].
-        cuts: how they are cut, [pieces, axes].
-        unit: bytes of an element of a result, none where a copy of it is kept, which counts apart; one for a placeholder and for a kept
-            copy, and none where there is no copy; float64 [pieces].
-    """
-
-    shape: np.ndarray
-    cuts: Cuts
-    unit: np.ndarray
-
-    @classmethod
-    def of(cls, expanded: Expanded) -> Held:
-        table, num = expanded.table, len(expanded.index)
-        shape, cuts = repeated(table.result_shape, num), table.result_cuts().of_candidates(expanded.index)
-        unit = repeated(table.result_unit, num)
-        if table.source is None:
-            return cls(shape, cuts, unit)
-        parts = [(shape, cuts), (repeated(padded([table.source.value.shape]), num), table.rest().of_candidates(expanded.index))]
-        units = [unit, np.ones(num)]
-        if table.root is not None:
-            kept_at, num_axes = expanded.kept_at, expanded.index.shape[1]
-            paths = [(R,) * num_axes if c.kept is None else c.kept[-1] for c in expanded.candidates]
-            parts.append((repeated(padded([table.root.value.shape]), num), Cuts.of(paths, num_axes)))
-            units = [
-                np.where(np.repeat(kept_at, len(table.is_view)) & repeated(table.is_view, num), 0.0, unit),
-                np.ones(num),
-                kept_at,
-            ]
-        shapes, all_cuts = zip(*parts, strict=True)
-        return cls(stacked(shapes), Cuts.stacked(all_cuts), np.concatenate(units))
 
 
 def product_of(per_axis: Sequence[tuple[int, ...]]) -> np.ndarray:
@@ -204,7 +62,7 @@ class _Product:
     def alone(self) -> Expanded:
         """All combinations that can be stored: where nothing is cut twice no size has a say."""
         if self._alone is None:
-            self._alone = self._table.expanded(self._index[self._storable])
+            self._alone = Expanded(self._table, self._index[self._storable])
         return self._alone
 
     def expanded(self, even: np.ndarray, sizes: tuple[int, ...]) -> Expanded:
@@ -218,7 +76,7 @@ class _Product:
         legal[self._n[bad]] = False
         key = legal.tobytes()
         if key not in self._found:
-            self._found[key] = self._table.expanded(self._index[legal])
+            self._found[key] = Expanded(self._table, self._index[legal])
         return self._found[key]
 
 
@@ -238,6 +96,7 @@ class RowTable:
         source: the placeholder, if it is one's.
         result_shape: of the results, int64 [results, dims].
         result_unit: bytes of an element of each result, float64 [results].
+        are_unlike: whether all of the cluster's own rows read or make something else.
         is_view: whether a result only looks at a kept copy in another way, bool [results].
     """
 
@@ -258,12 +117,10 @@ class RowTable:
         self._on: dict[int, tuple[int, ...]] = {}
         self._wanted: dict[tuple[int, frozenset[Edges]], tuple[int, ...]] = {}
         self._products: dict[tuple, _Product] = {}
-        self._made: dict[tuple, tuple[Candidate, int]] = {}
-        self._numbers: dict[tuple, int] = {}
-        self._edge_of: list[int] = []
-        self._edge_numbers: dict[Edges, int] = {}
+        self._made: dict[tuple, Candidate] = {}
+        self.are_unlike = len(set(self._edges)) == len(self._edges)
         self._kept_at: dict[int, int] = {}
-        self._of_rows: dict[str, tuple[int, Any]] = {}
+        self._of_rows: dict[Hashable, tuple[int, Any]] = {}
 
     # --- legal rows and combinations ---
 
@@ -314,23 +171,16 @@ class RowTable:
             self._wanted[size, want] = tuple(r for r in self.on(size) if self._edges[r] in want)
         return self._wanted[size, want]
 
-    def expanded(self, index: np.ndarray, paths: Sequence[tuple[Placements, ...] | None] | None = None) -> Expanded:
-        """Candidates by their rows, and by the paths that their kept copies pass through."""
-        keys = zip(map(tuple, index.tolist()), paths or [None] * len(index), strict=True)
-        made = [self._made.get(key) or self._candidate(*key) for key in keys]
-        return Expanded(tuple(c for c, _ in made), self, index, tuple(n for _, n in made))
-
-    def _candidate(self, rows: tuple[int, ...], path: tuple[Placements, ...] | None) -> tuple[Candidate, int]:
-        """What some rows make together, and the number of its signature: that follows from what each row reads and makes, and the path."""
-        for row in self.rows[len(self._edge_of) :]:
-            self._edge_of.append(self._edge_numbers.setdefault(edges(row), len(self._edge_numbers)))
-        number = self._numbers.setdefault((*[self._edge_of[r] for r in rows], path), len(self._numbers))
-        found = self._made[rows, path] = Candidate.of(tuple([self.rows[r] for r in rows]), path), number
+    def candidate(self, rows: tuple[int, ...], path: tuple[Placements, ...] | None) -> Candidate:
+        """What some rows make together, with the path of a kept copy."""
+        found = self._made.get((rows, path))
+        if found is None:
+            found = self._made[rows, path] = Candidate.of(tuple([self.rows[r] for r in rows]), path)
         return found
 
     # --- what each row says, those that keep a copy among them ---
 
-    def _once(self, what: str, work_out: Callable[[], Any]) -> Any:
+    def _once(self, what: Hashable, work_out: Callable[[], Any]) -> Any:
         """What is worked out from all rows, again when there are more."""
         known = self._of_rows.get(what)
         if known is None or known[0] < len(self.rows):
@@ -340,6 +190,21 @@ class RowTable:
     def rest(self) -> Cuts:
         """How each row cuts the placeholder, [rows, 1]."""
         return self._once("rest", lambda: cuts_of_columns([[row.rest or R for row in self.rows]], len(self.rows)))
+
+    def placed_by_row(self, what: str, slot: int) -> list[Placement]:
+        """Placement of an input (``"in"``), a result (``"out"``) or the placeholder (``"rest"``) in each row."""
+        if what == "rest":
+            return self._once((what, slot), lambda: [row.rest or R for row in self.rows])
+        return self._once((what, slot), lambda: [(row.ins if what == "in" else row.outs)[slot] for row in self.rows])
+
+    def edge_numbers(self) -> list[int]:
+        """A number of each row, the same of those that read and make the same."""
+
+        def work_out() -> list[int]:
+            seen: dict[Edges, int] = {}
+            return [seen.setdefault(edges(row), len(seen)) for row in self.rows]
+
+        return self._once("edges", work_out)
 
     def result_cuts(self) -> Cuts:
         """How each row cuts what the ops make, [rows, results]."""
@@ -401,7 +266,7 @@ def expand_all(
     look_up_rows(tables, sizes)
     products = [table.product(sizes, want) for table, want in zip(tables, wanted, strict=True)]
     found = _all_expanded(products, sizes)
-    none = [k for k, e in enumerate(found) if not e.candidates]
+    none = [k for k, e in enumerate(found) if not len(e)]
     for k, again in zip(none, _all_expanded([tables[k].product(sizes, ()) for k in none], sizes), strict=True):
         found[k] = again
     return found

@@ -16,7 +16,7 @@ from meshwright.planner.ir.graph import Value
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.spec import Placements, R
 from meshwright.planner.solve.candidates import even, piece_bytes, storable
-from meshwright.planner.solve.combine import Expanded, Placed
+from meshwright.planner.solve.expanded import Expanded, Placed
 from meshwright.planner.solve.layout import Group, Layout, Reader
 from meshwright.planner.solve.memory import GATHERED_COPIES
 from meshwright.planner.solve.network import PlacementNetwork, StepCosts, Wish, networks_of

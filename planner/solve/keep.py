@@ -27,7 +27,7 @@ from meshwright.planner.kinds import is_free
 from meshwright.planner.solve.candidates import Candidate
 
 if TYPE_CHECKING:
-    from meshwright.planner.solve.combine import Expanded
+    from meshwright.planner.solve.expanded import Expanded
 
 
 class StepCosts(Protocol):
@@ -115,7 +115,7 @@ def with_kept(expanded: Expanded, sizes: tuple[int, ...], costs: StepCosts, know
     Returns:
         The candidates, and for each the seconds of gathering the copy once.
     """
-    table, none = expanded.table, (0.0,) * len(expanded.candidates)
+    table, none = expanded.table, (0.0,) * len(expanded)
     if table.root is None:
         return expanded, none
     root, cut = table.root.value, tuple([n > 1 for n in sizes])
@@ -143,14 +143,14 @@ class _Way:
         rows: its rows.
         made: where it makes what can be kept.
         axes: those to gather it over.
-        paths: what placements it can pass through, by order of the axes.
+        paths: the gathers in every order that is possible.
         group: number of those that are read alike, one of which is taken.
     """
 
     rows: tuple[int, ...]
     made: Placements
     axes: tuple[int, ...]
-    paths: tuple[tuple[Placements, ...], ...]
+    paths: tuple[_Path, ...]
     group: int
 
 
@@ -170,35 +170,47 @@ def _ways(expanded: Expanded, cut: Sequence[bool]) -> list[_Way]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """Gathers one after the other.
+
+    Attributes:
+        through: the placements that they pass through.
+        axes: the axis of each gather.
+    """
+
+    through: tuple[Placements, ...]
+    axes: tuple[int, ...]
+
+
 @lru_cache(maxsize=1 << 12)
-def _paths(made: Placements, axes: tuple[int, ...]) -> tuple[tuple[Placements, ...], ...]:
-    """What placements gathers over ``axes`` pass through, for each order in which none is blocked."""
+def _paths(made: Placements, axes: tuple[int, ...]) -> tuple[_Path, ...]:
+    """What gathers over ``axes`` pass through, for each order in which none is blocked."""
     found = []
     for order in itertools.permutations(reversed(axes)):
-        path = [made]
+        through = [made]
         for axis in order:
-            if not legal_step(path[-1], axis, R):
+            if not legal_step(through[-1], axis, R):
                 break
-            path.append((*path[-1][:axis], R, *path[-1][axis + 1 :]))
+            through.append((*through[-1][:axis], R, *through[-1][axis + 1 :]))
         else:
-            found.append(tuple(path))
+            found.append(_Path(tuple(through), order))
     return tuple(found)
 
 
 def _fastest(value: Value, way: _Way, costs: StepCosts) -> tuple[float, int]:
     """Seconds of the fastest path, and its number."""
-    seconds = []
-    for path in way.paths:
-        steps = ((src, step_axis(src, dst)) for src, dst in itertools.pairwise(path))
-        seconds.append(sum(costs.step_s(value, src, axis, R)[2] for src, axis in steps))
+    seconds = [
+        sum([costs.step_s(value, src, axis, R)[2] for src, axis in zip(path.through[:-1], path.axes, strict=True)])
+        for path in way.paths
+    ]
     return min(zip(seconds, itertools.count(), strict=False))
 
 
 def _with(expanded: Expanded, ways: Sequence[tuple[_Way, int]]) -> Expanded:
     """The candidates, and behind them some that keep a copy, each by the number of a path."""
-    table = expanded.table
-    rows = [[table.kept(r) if a in way.axes else r for a, r in enumerate(way.rows)] for way, _ in ways]
-    return expanded.followed_by(table.expanded(np.array(rows, dtype=np.int64), [way.paths[number] for way, number in ways]))
+    rows = [[expanded.table.kept(r) if a in way.axes else r for a, r in enumerate(way.rows)] for way, _ in ways]
+    return expanded.followed_by(np.array(rows, dtype=np.int64), [way.paths[number].through for way, number in ways])
 
 
 def kept_unit(members: Sequence[Cluster], times: Callable[[str], int]) -> int:

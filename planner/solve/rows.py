@@ -22,7 +22,7 @@ from meshwright.planner.ir.graph import OpGraph, Value
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.spec import Placements
 from meshwright.planner.solve.candidates import piece_bytes
-from meshwright.planner.solve.combine import Expanded
+from meshwright.planner.solve.expanded import Expanded
 from meshwright.planner.solve.layout import Layout
 from meshwright.planner.solve.liveness import Span, Timeline, late_makers, roots
 from meshwright.planner.solve.network import PlacementNetwork

@@ -21,7 +21,8 @@ from meshwright.planner.ir.graph import OpGraph, Value
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.spec import Placement, Placements
 from meshwright.planner.solve.candidates import Candidate, Edges
-from meshwright.planner.solve.combine import Expanded, expand_all, table_of
+from meshwright.planner.solve.combine import expand_all, table_of
+from meshwright.planner.solve.expanded import Expanded
 from meshwright.planner.solve.flows import Flows
 from meshwright.planner.solve.keep import Gathers, StepCosts, kept_unit, root_of, with_kept
 from meshwright.planner.solve.layout import Layout, Reader, layout_of
@@ -78,7 +79,7 @@ class Tables:
     mesh: MeshShape
     class_of: tuple[int, ...]
     members: tuple[tuple[int, ...], ...]
-    candidates: tuple[tuple[Candidate, ...], ...]
+    candidates: tuple[Sequence[Candidate], ...]
     values: tuple[tuple[str, ...], ...]
     networks: tuple[PlacementNetwork, ...]
     readers: tuple[tuple[Reader, ...], ...]
