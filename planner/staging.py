@@ -25,6 +25,7 @@ from typing import Any
 from meshwright.planner.correspond import Unlike
 from meshwright.planner.ir.errors import InfeasibleError, InputError
 from meshwright.planner.ir.graph import OpGraph
+from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.recompute import LEVELS, Recompute
 from meshwright.planner.levels import Recomputable
@@ -112,6 +113,7 @@ class StageSearch:
         self._heap: list[Try] = []
         self._spent: dict[tuple[int, int], float] = {}
         self._hurt: dict[tuple[Recompute, int, int], float] = {}
+        self._work: dict[tuple[Recompute, int, MeshShape], list[tuple[int, float]]] = {}
         self._looked, self._solves, self._candidates, self._is_known = 0, 0, 0, False
         self._unsolved: list[Try] = []
         self.finished: list[Finished] = []
@@ -131,7 +133,7 @@ class StageSearch:
         best, self._is_known = None, math.isfinite(bar_s)
         while self._heap and not self._is_enough():
             item, enough_s = heapq.heappop(self._heap), bar_s * (1 - _ROUGH.gap)
-            if item.bound_s >= enough_s or (item.on is None and (self._has_looked_enough() or self._promised_less(item))):
+            if item.bound_s >= enough_s or (item.on is None and (self._has_looked_enough() or self._is_idle(item, enough_s))):
                 continue
             done = self._work_on(item, enough_s)
             if done is not None and done.fits and done.seconds < bar_s:
@@ -154,6 +156,13 @@ class StageSearch:
         """Whether only what was looked at already is worked on, where a plan without stages is known."""
         return self._is_known and (self._looked >= BESIDE_LOOKED or self._candidates >= BESIDE_CANDIDATES)
 
+    def _is_idle(self, item: Try, enough_s: float) -> bool:
+        """Whether a combination need not be looked at, or not now."""
+        for count, work_s in self._work.get(_cut_alike(item), ()):
+            if count < item.micro_batches:  # smaller micro-batches are no less work as long as memory does not matter
+                self.space.bound(item, work_s)
+        return item.bound_s >= enough_s or self._promised_less(item)
+
     def _promised_less(self, item: Try) -> bool:
         """Whether a combination should wait: by what others that are cut alike communicate, and what memory costs others in flight alike, it
         promises less than it did."""
@@ -173,7 +182,9 @@ class StageSearch:
         return max(known, default=1.0 + _PER_HALVING * math.log2(inside[0] * inside[1]))
 
     def _learn(self, item: Try, free_s: float, bound_s: float) -> None:
-        """What others can be expected to take, from what was foreseen of one without a memory limit and with it."""
+        """What others take at least or can be expected to, from what was foreseen of one without a memory limit and with it."""
+        if math.isfinite(free_s):
+            self._work.setdefault(_cut_alike(item), []).append((item.micro_batches, free_s / self.space.share(item)))
         if 0 < item.kernels_s <= free_s < math.inf:
             inside, flying = _cut_inside(item), _in_flight(item)
             spent = max(1.0, (free_s - item.once_s) / item.kernels_s)
@@ -473,6 +484,11 @@ def _cut_inside(item: Try) -> tuple[int, int]:
 def _in_flight(item: Try) -> tuple[Recompute, int, int]:
     """What says how much micro-batches in flight hold."""
     return item.recompute, item.degree, item.micro_batches
+
+
+def _cut_alike(item: Try) -> tuple[Recompute, int, MeshShape]:
+    """What combinations have in common that differ in their number of micro-batches alone."""
+    return item.recompute, item.degree, item.where.mesh
 
 
 def _never(value: str) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,10 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
 from meshwright.inputs import call_of, model_of
+from meshwright.planner.ir.graph import OpGraph
+from meshwright.planner.ir.mesh import MeshShape
+from meshwright.planner.ir.plan import Plan
 from meshwright.planner.meshes import MeshRequest, meshes_in_roles
 from meshwright.planner.options import Clock, Options
 from meshwright.planner.pipelined import PipelineRequest
 from meshwright.planner.stage_space import Devices, Space
+from meshwright.planner.staging import StageSearch
 from meshwright.planning import capture_call
 from meshwright.request import Request
 from meshwright.target import target_of
@@ -88,3 +94,24 @@ def test_no_plan_in_stages_takes_less_than_the_bound_that_one_is_said_to_have():
     others = [planned(degrees={"pp": 2}, schedule=name, micro_batches=count) for name, count in asked]
     assert all(best.bound_s <= other.objective_s for other in others)
     assert best.objective_s <= min(o.objective_s for o in others if o.pipeline.micro_batches > 1) * 1.02  # one is not searched
+
+
+def test_smaller_micro_batches_are_no_less_work():
+    """More micro-batches are not looked at where fewer of the same mesh are too much work already, memory aside."""
+    search = StageSearch(space().source, space().devices, _same, Options(), PipelineRequest(2), (2, 4))
+    works: dict[tuple[int, MeshShape], dict[int, float]] = {}
+    for item in search.space.combinations():
+        if item.micro_batches <= 16:
+            search._look_at(item, math.inf)
+            assert item.task is not None
+            works.setdefault((item.degree, item.where.mesh), {})[item.micro_batches] = item.task.ahead.free_bound_s
+    compared = 0
+    for by_count in works.values():
+        found = [by_count[n] for n in sorted(by_count)]
+        compared += len(found) - 1
+        assert all(more >= fewer * (1 - 1e-2) for fewer, more in pairwise(found))
+    assert compared > 10
+
+
+def _same(plan: Plan) -> tuple[Plan, OpGraph, None]:
+    return plan, space().graph, None
