@@ -14,6 +14,7 @@ from meshwright.planner.correspond import child_of
 from meshwright.planner.ir.errors import VerifyError
 from meshwright.planner.ir.graph import OpGraph, Repeat
 from meshwright.planner.ir.plan import Plan, Redistribution
+from meshwright.planner.ir.spec import Placements
 
 
 def _copies(planned: OpGraph, repeats: tuple[Repeat, ...]) -> Iterator[tuple[str, str]]:
@@ -69,14 +70,16 @@ def expanded(plan: Plan, planned: OpGraph, whole: OpGraph, repeats: tuple[Repeat
     for r in plan.redistributions:
         paths.setdefault(r.value, []).append(r)
     moved: list[Redistribution] = []
-    values = [i.value for i in whole.inputs] + [v for op in whole.ops for v in op.outs if v is not None]
-
-    def name_of(value: str) -> str:
-        node, hash_, slot = value.partition("#")
-        return names[node] + hash_ + slot
-
-    for value in values:
-        moved += [replace(r, value=value.name) for r in paths.get(name_of(value.name), ())]
+    kept: dict[str, Placements] = {}
+    told = {value.partition("#")[0] for value in (*paths, *plan.kept)}
+    for maker, values in [*((i.value.name, (i.value,)) for i in whole.inputs), *((op.name, op.outs) for op in whole.ops)]:
+        if names[maker] not in told:
+            continue
+        for value in filter(None, values):
+            source = names[maker] + value.name[len(maker) :]
+            moved += [replace(r, value=value.name) for r in paths.get(source, ())]
+            if source in plan.kept:
+                kept[value.name] = plan.kept[source]
     return replace(
         plan,
         graph_hash=whole.hash,
@@ -84,6 +87,6 @@ def expanded(plan: Plan, planned: OpGraph, whole: OpGraph, repeats: tuple[Repeat
         ops={op.name: plan.ops[names[op.name]] for op in whole.ops},
         outputs=tuple(ends[o.role, _planned_fqn(o.name, repeats)] for o in whole.outputs),
         redistributions=tuple(moved),
-        kept={v.name: plan.kept[name] for v in values if (name := name_of(v.name)) in plan.kept},
+        kept=kept,
         kernel_s={op.name: plan.kernel_s[names[op.name]] for op in whole.ops if names[op.name] in plan.kernel_s},
     )

@@ -17,7 +17,7 @@ Ops are joined only where no change of placement between them could pay:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -37,7 +37,8 @@ _MAX_WALK = 256
 
 @dataclass(eq=False)
 class _Group:
-    """A cluster being built. ``style`` is ``pointwise``, ``kernel``, ``view`` or ``source``; ``is_read``: another cluster reads it."""
+    """A cluster being built. ``style`` is ``pointwise``, ``kernel``, ``view`` or ``source``; ``is_read``: another cluster reads it;
+    ``first`` and ``last`` are the numbers of its first and last op, -1 where it has none."""
 
     style: str
     phase: str
@@ -49,14 +50,16 @@ class _Group:
     fallback: tuple[str, ...] = ()
     merged_into: _Group | None = None
     is_read: bool = False
+    first: int = -1
+    last: int = -1
 
-    @property
-    def first(self) -> int:
-        return min(self.ops, default=-1)
+    def take(self, ops: Mapping[int, Op]) -> None:
+        self.ops.update(ops)
+        self.first, self.last = min(self.ops, default=-1), max(self.ops, default=-1)
 
-    @property
-    def last(self) -> int:
-        return max(self.ops, default=-1)
+    def take_one(self, i: int, op: Op) -> None:
+        self.ops[i] = op
+        self.first, self.last = i if self.first < 0 else min(self.first, i), max(self.last, i)
 
 
 class _Grouping:
@@ -100,7 +103,7 @@ class _Grouping:
         for v in op.ins:
             for j, waiting in self._prefix.pop(v.name, ()):
                 self._add(group, j, waiting)
-        group.ops[i] = op
+        group.take_one(i, op)
         group.sealed.update(out.name for out in op.outs if out is not None and out.name in self._apart)
         self._of[op.name] = group
         made = {out.name for member in group.ops.values() for out in member.outs if out is not None} if len(op.ins) else set()
@@ -110,7 +113,7 @@ class _Grouping:
         group.reads.update(dict.fromkeys(v.name for v in op.ins if v.name not in made))
 
     def _merge(self, into: _Group, other: _Group) -> None:
-        into.ops.update(other.ops)
+        into.take(other.ops)
         made = {out.name for op in into.ops.values() for out in op.outs if out is not None}
         into.reads = {v: None for v in (*into.reads, *other.reads) if v not in made}
         into.sealed |= other.sealed
@@ -449,5 +452,6 @@ def trivial_clusters(graph: OpGraph, rows_for: RowsFor) -> ClusterGraph:
     groups = [_Group("source", graph.phase_of[i.value.name], i) for i in graph.inputs]
     for i, op in enumerate(graph.ops):
         fallback = (op.target,) if rows.rows[op.name] is None else ()
-        groups.append(_Group("kernel", op.phase, None, {i: op}, {v.name: None for v in op.ins}, fallback=fallback))
+        groups.append(_Group("kernel", op.phase, None, reads={v.name: None for v in op.ins}, fallback=fallback))
+        groups[-1].take_one(i, op)
     return _finish(groups, graph, rows, grouping.rest_of)

@@ -223,12 +223,17 @@ def choose_kept(graph: OpGraph, policy: Policy | None = None) -> set[str]:
 
 
 class _Rewriter:
-    """Writes copies of forward ops into a graph, each before its first use in the backward."""
+    """Writes copies of forward ops into a graph, each before its first use in the backward.
+
+    Attributes:
+        changed: names of the ops that read copies from now on.
+    """
 
     def __init__(self, graph: fx.Graph, kept: Set[str]):
         self.graph = graph
         self.kept = kept
         self.again: dict[fx.Node, fx.Node] = {}
+        self.changed: set[str] = set()
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
@@ -236,6 +241,7 @@ class _Rewriter:
                 continue
             made_again = {n: self._copy(n, node) for n in node.all_input_nodes if self._is_lost(n)}
             if made_again:
+                self.changed.add(node.name)
                 node.args, node.kwargs = self._reading((node.args, node.kwargs), made_again)
 
     def _reading(self, arguments: Any, instead: Mapping[fx.Node, fx.Node]) -> Any:
@@ -289,10 +295,12 @@ def save_few(capture: Capture, kept: Set[str] | None = None) -> Capture:
 
 def rewritten(graph: fx.Graph, view: OpGraph, kept: Set[str]) -> tuple[fx.Graph, OpGraph]:
     """A captured graph and its view, with everything but ``kept`` computed again in the backward; ``graph`` itself is changed."""
-    _Rewriter(graph, kept).run()
+    rewriter = _Rewriter(graph, kept)
+    rewriter.run()
     finish_gradients_early(graph)
     widen_late(graph)
-    return graph, OpGraph(view.inputs, ops_of(graph), _outputs(view, graph))
+    same = {op.name: op for op in view.ops if op.name not in rewriter.changed}
+    return graph, OpGraph(view.inputs, ops_of(graph, same), _outputs(view, graph))
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:

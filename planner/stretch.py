@@ -10,7 +10,7 @@ quicker than to copy, recompute and order nodes once for each of a hundred block
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -78,7 +78,8 @@ class _Names:
         again = [(op.name, self.places[op.recompute_of]) for op in view.ops if op.recompute_of in self.places]
         self.places.update((name, (base, "_r", k)) for name, (base, _, k) in again)
         self._paths: dict[tuple[str, int | None], str] = {}
-        self._values: dict[str, Value] = {}
+        self._values: dict[tuple[str, int | None], Value] = {}
+        self._made: dict[str, Value] = {}
         self._known: dict[str, _Place | None] = {}
 
     def shift_of(self, k: int | None, further: int) -> int | None:
@@ -105,13 +106,12 @@ class _Names:
         return copy_name(base, k + (self._moved(k) if shift is None else shift)) + rest
 
     def value(self, value: Value, shift: int | None) -> Value:
-        name = self.name(value.name, shift)
-        if name == value.name:
-            return value
-        known = self._values.get(name)
-        if known is None:
-            known = self._values[name] = Value(name, value.shape, value.dtype)
-        return known
+        found = self._values.get((value.name, shift))
+        if found is None:
+            name = self.name(value.name, shift)
+            found = value if name == value.name else self._made.setdefault(name, Value(name, value.shape, value.dtype))
+            self._values[value.name, shift] = found
+        return found
 
     def path(self, name: str, shift: int | None) -> str:
         """Dotted name of a module, parameter or buffer."""
@@ -167,22 +167,24 @@ class _Ops:
             False,
         ):
             return op
-        args, kwargs = self._given(op.args, shift), self._given(op.kwargs, shift) if op.kwargs else ()
+        values = iter(ins)
+        args = _with(op.args, values)
         if is_random:
             args = (args[0], self._numbered(args[1], shift), *args[2:])
+        kwargs = _with(op.kwargs, values) if op.kwargs else ()
         name = names.name(op.name, shift)
         return Op(name, op.target, args, kwargs, ins, outs, op.phase, forward_op, path, op.source, again)
-
-    def _given(self, args: tuple[Any, ...], shift: int | None) -> tuple[Any, ...]:
-        """Arguments with what becomes of the values in them."""
-        value = self.names.value
-        return tuple([value(x, shift) if type(x) is Value else self._given(x, shift) if type(x) is tuple else x for x in args])
 
     def _numbered(self, number: int, shift: int | None) -> int:
         """Number of a random call: those of later copies, and of what comes after the blocks, move on."""
         if shift is None:
             shift = self.names.extra if self._last is not None and number > self._last else 0
         return number + self._step * shift
+
+
+def _with(args: tuple[Any, ...], values: Iterator[Value]) -> tuple[Any, ...]:
+    """Arguments with other values in the place of those in them, in order."""
+    return tuple([next(values) if type(x) is Value else _with(x, values) if type(x) is tuple else x for x in args])
 
 
 class _Phase:

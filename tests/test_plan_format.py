@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 
 from meshwright.planner.ir.errors import PlanFormatError
+from meshwright.planner.ir.json_lines import json_lines
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.plan import Alternative, Collective, Fallback, OpSpec, Plan, Prediction, Redistribution
 from meshwright.planner.ir.spec import parse_placements
@@ -80,3 +82,42 @@ def test_files_that_are_no_plans_are_refused(text, message):
 def test_a_missing_file_is_a_typed_error(tmp_path):
     with pytest.raises(PlanFormatError, match="cannot be read"):
         Plan.load(tmp_path / "none.json")
+
+
+def test_lines_of_a_table_are_what_json_makes_of_their_entries() -> None:
+    entries: list[Any] = [
+        1,
+        1.0,
+        True,
+        -0.0,
+        0.0,
+        None,
+        'q"é\n',
+        float("inf"),
+        [],
+        {},
+        [1, True, (0.0,), "x"],
+        {"k": [1], "l": {}},
+    ]
+    tuples: list[Any] = [(), (1,), (True,), (1.0,), (0.0,), (-0.0,), ("a", 1), (("a",),), (1, 0), (True, False)]
+    record = {f"t{i}": t for i, t in enumerate([*tuples, *entries])}
+    flat = {f"e{i}": e for i, e in enumerate(entries[:8])}
+    data = {
+        "list": [*tuples, *entries, record],
+        "records": {"a": record, "b": 1, '"': {}},
+        "flat": flat,
+        "none": {},
+        "empty": [],
+        "n": 5,
+    }
+    lines = []
+    for key, value in data.items():
+        if isinstance(value, dict) and value:
+            inner = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
+            lines.append(f" {json.dumps(key)}: {{\n{inner}\n }}")
+        elif isinstance(value, list) and value:
+            inner = ",\n".join(f"  {json.dumps(v)}" for v in value)
+            lines.append(f" {json.dumps(key)}: [\n{inner}\n ]")
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(value)}")
+    assert json_lines(data) == "{\n" + ",\n".join(lines) + "\n}"

@@ -17,7 +17,7 @@ import hashlib
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -25,6 +25,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from meshwright.planner.ir.errors import InputError
+
+
+@lru_cache(maxsize=4096)
+def _form_text(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,7 @@ class Value:
         return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{self.name}: {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return f"{self.name}: {_form_text(self.dtype, self.shape)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,7 +397,9 @@ def op_of(node: fx.Node, known: dict[fx.Node, Value]) -> Op:
     )
 
 
-def ops_of(graph: fx.Graph) -> tuple[Op, ...]:
-    """The typed view of every op of an FX graph, in order."""
+def ops_of(graph: fx.Graph, same: Mapping[str, Op] | None = None) -> tuple[Op, ...]:
+    """The typed view of every op of an FX graph, in order; ``same``: by name those that are viewed already."""
     known: dict[fx.Node, Value] = {}
-    return tuple(op_of(n, known) for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem)
+    same = same or {}
+    nodes = [n for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+    return tuple([same.get(n.name) or op_of(n, known) for n in nodes])
