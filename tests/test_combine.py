@@ -18,8 +18,10 @@ from meshwright.planner.ir.cluster import Cluster, ClusterRow
 from meshwright.planner.ir.known import Known
 from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.spec import Placement, R, divides
-from meshwright.planner.solve.candidates import WHOLE_ROLES, edges, pieces_exist, storable
+from meshwright.planner.solve.candidates import WHOLE_ROLES, edges, piece_bytes, pieces_exist, storable
 from meshwright.planner.solve.combine import expand_all, table_of
+from meshwright.planner.solve.keep import Gathers, root_of, with_kept
+from meshwright.planner.solve.rows import Sizes
 from meshwright.planner.trace import capture
 
 
@@ -151,3 +153,54 @@ def test_clusters_that_are_alike_share_their_table_and_others_do_not() -> None:
     assert len(forward) == 3
     a, b, c = (table_of(cluster) for cluster in forward)
     assert a is b and c is not a
+
+
+def test_placeholders_that_are_alike_share_their_table_and_others_do_not() -> None:
+    class Four(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 16, bias=False)
+            self.register_buffer("d", torch.ones(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(x).exp().sum() + self.b(x).exp().sum() + self.c(x).exp().sum() + (x @ self.d.t()).exp().sum()
+
+    program = capture(Four(), (), {"x": torch.zeros(4, 8)})
+    sources = [c for c in fuse.fuse(program.graph, rules.rows_for).clusters if c.source is not None]
+    named = {s.source.name: table_of(s) for s in sources if s.source is not None}
+    a, b, c, d = (named[name] for name in ("a.weight", "b.weight", "c.weight", "d"))
+    assert a is b and c is not a and d is not a
+
+
+def test_candidates_are_a_sequence_and_each_is_one_object(clusters: tuple[Cluster, ...]) -> None:
+    kernel = max((c for c in clusters if c.source is None), key=lambda c: len(c.rows))
+    found = expand_all([table_of(kernel)], (2, 2), [()])[0].candidates
+    each = [found[k] for k in range(len(found))]
+    assert all(x is y for x, y in zip(each, found, strict=True)) and found[1:3] == each[1:3] and found[-1] is each[-1]
+    assert [x.ins for x in each] == [tuple(zip(*(r.ins for r in x.rows), strict=True)) for x in each]
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 3), (2, 1, 2)])
+def test_bytes_held_are_those_of_each_value_looked_at_alone(clusters: tuple[Cluster, ...], sizes: tuple[int, ...]) -> None:
+    mesh = MeshShape.of(*sizes)
+    costs, known, kept = CostModel(hardware_for(mesh, "H100"), mesh), Gathers(), 0
+    expanded = expand_all([table_of(c) for c in clusters], sizes, [() for _ in clusters])
+    expanded = [with_kept(e, sizes, costs, known)[0] for e in expanded]
+    found = Sizes(expanded, sizes)
+    for g, (cluster, e) in enumerate(zip(clusters, expanded, strict=True)):
+        made = [(m, k, v) for m, op in enumerate(cluster.ops) for k, v in enumerate(op.outs) if v is not None]
+        held = found.flat[found.start[g] :][: len(e) * len(made)].reshape(len(e), len(made))
+        for i, candidate in enumerate(e.candidates):
+            root = root_of(cluster) if candidate.kept is not None else None
+            for slot, (m, k, v) in enumerate(made):
+                placed = tuple(row.members[m].outs[k] or R for row in candidate.rows)
+                counts_apart = root is not None and v.name in root.views
+                assert held[i, slot] == (0 if counts_apart else piece_bytes(v, placed, sizes))
+            if cluster.source is not None and candidate.rest is not None:
+                value = cluster.source.value
+                assert found.at_rest(g)[i] * value.dtype.itemsize == piece_bytes(value, candidate.rest, sizes)
+            if (root := root_of(cluster)) is not None:
+                wanted = 0 if candidate.kept is None else piece_bytes(root.value, candidate.kept[-1], sizes)
+                assert found.kept(g)[i] * root.value.dtype.itemsize == wanted
+                kept += candidate.kept is not None
+    assert kept >= 3

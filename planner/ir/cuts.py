@@ -95,7 +95,7 @@ def stacked(shapes: Sequence[np.ndarray]) -> np.ndarray:
 
 def repeated(array: np.ndarray, times: int) -> np.ndarray:
     """The whole array several times, behind each other: ``np.tile`` along the first dim, which takes longer."""
-    return np.broadcast_to(array, (times, *array.shape)).reshape(times * len(array), *array.shape[1:])
+    return array[None].repeat(times, axis=0).reshape(times * len(array), *array.shape[1:])
 
 
 def split_at(flat: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
