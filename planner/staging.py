@@ -25,7 +25,6 @@ from typing import Any
 from meshwright.planner.correspond import Unlike
 from meshwright.planner.ir.errors import InfeasibleError, InputError
 from meshwright.planner.ir.graph import OpGraph
-from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.recompute import LEVELS, Recompute
 from meshwright.planner.levels import Recomputable
@@ -43,6 +42,7 @@ from meshwright.planner.solve.tables import Tables
 from meshwright.planner.spell import checked_plan
 from meshwright.planner.stage_chain import dealt
 from meshwright.planner.stage_choices import schedules
+from meshwright.planner.stage_learned import Learned
 from meshwright.planner.stage_space import Devices, Space
 from meshwright.planner.stage_tries import SIMPLER, Finished, Try, alike, best_of, sizes_of
 
@@ -70,9 +70,6 @@ _BOUND = "kernels alone bound all plans in stages on the meshes that are searche
 
 _MISSED = 1.03
 """A simulated step over what the solver said from which on the combination is solved once more with what is done once per step hidden."""
-
-_PER_HALVING = 0.04
-"""Part by which communication is expected to make a step longer each time that sequence or model are cut in two, until it is known."""
 
 _ROUGH = Effort(gap=3e-2, nodes=8, rounds=6, time_limit_s=5.0, columns=40_000, prices=4)
 """What the plan inside a stage is worth: what the cuts and the schedule cost beside it is simulated anyway."""
@@ -111,9 +108,7 @@ class StageSearch:
     def _begin(self) -> None:
         """Nothing is worked on yet."""
         self._heap: list[Try] = []
-        self._spent: dict[tuple[int, int], float] = {}
-        self._hurt: dict[tuple[Recompute, int, int], float] = {}
-        self._work: dict[tuple[Recompute, int, MeshShape], list[tuple[int, float]]] = {}
+        self._learned = Learned()
         self._looked, self._solves, self._candidates, self._is_known = 0, 0, 0, False
         self._unsolved: list[Try] = []
         self.finished: list[Finished] = []
@@ -157,39 +152,16 @@ class StageSearch:
         return self._is_known and (self._looked >= BESIDE_LOOKED or self._candidates >= BESIDE_CANDIDATES)
 
     def _is_idle(self, item: Try, enough_s: float) -> bool:
-        """Whether a combination need not be looked at, or not now."""
-        for count, work_s in self._work.get(_cut_alike(item), ()):
-            if count < item.micro_batches:  # smaller micro-batches are no less work as long as memory does not matter
-                self.space.bound(item, work_s)
-        return item.bound_s >= enough_s or self._promised_less(item)
-
-    def _promised_less(self, item: Try) -> bool:
-        """Whether a combination should wait: by what others that are cut alike communicate, and what memory costs others in flight alike, it
-        promises less than it did."""
-        likely_s = (item.kernels_s * self._likely_spent(item) + item.once_s) * self._hurt.get(_in_flight(item), 1.0)
+        """Whether a combination need not be looked at, or not now: by what others showed it promises less than it did."""
+        self.space.bound(item, self._learned.least_work_s(item))
+        if item.bound_s >= enough_s:
+            return True
+        likely_s = self._learned.likely_s(item)
         if likely_s <= item.seconds:
             return False
         item.seconds = likely_s
         heapq.heappush(self._heap, item)
         return True
-
-    def _likely_spent(self, item: Try) -> float:
-        """Step over kernels, at least as much as of what is cut into fewer pieces."""
-        inside = _cut_inside(item)
-        if inside in self._spent:
-            return self._spent[inside]
-        known = [spent for pieces, spent in self._spent.items() if pieces[0] <= inside[0] and pieces[1] <= inside[1]]
-        return max(known, default=1.0 + _PER_HALVING * math.log2(inside[0] * inside[1]))
-
-    def _learn(self, item: Try, free_s: float, bound_s: float) -> None:
-        """What others take at least or can be expected to, from what was foreseen of one without a memory limit and with it."""
-        if math.isfinite(free_s):
-            self._work.setdefault(_cut_alike(item), []).append((item.micro_batches, free_s / self.space.share(item)))
-        if 0 < item.kernels_s <= free_s < math.inf:
-            inside, flying = _cut_inside(item), _in_flight(item)
-            spent = max(1.0, (free_s - item.once_s) / item.kernels_s)
-            self._spent[inside] = min(spent, self._spent.get(inside, math.inf))
-            self._hurt[flying] = min(max(1.0, bound_s / free_s), self._hurt.get(flying, math.inf))
 
     def _work_on(self, item: Try, enough_s: float) -> Finished | None:
         """Work a combination out one step further, as far as it can take less than ``enough_s``: what can be foreseen, its solution, its
@@ -213,7 +185,7 @@ class StageSearch:
         ahead, share = item.task.ahead, self.space.share(item)
         self._looked += 1
         self._candidates += sum(c.num_candidates for c in item.task.problem.choices)
-        self._learn(item, ahead.free_bound_s * share, ahead.bound_s * share)
+        self._learned.add(item, share, ahead.free_bound_s, ahead.bound_s)
         if ahead.bound_s > ahead.free_bound_s * (1 + _HURTS):
             self._with_less(item, max(ahead.free_bound_s, 0.0))
         self.space.bound(item, ahead.bound_s)
@@ -472,23 +444,6 @@ class StageSearch:
         return self.space.refused or InfeasibleError(
             "no plan in stages satisfies strategy and pins", binding=f"strategy {self.name!r}"
         )
-
-
-def _cut_inside(item: Try) -> tuple[int, int]:
-    """Into how many pieces the sequence is cut, and what is left of a micro-batch."""
-    axes = dict(zip(item.where.mesh.names, item.where.mesh.sizes, strict=True))
-    sequence, data = axes.get("cp", 1), axes.get("dp", 1)
-    return sequence, item.where.mesh.num_devices // (sequence * data)
-
-
-def _in_flight(item: Try) -> tuple[Recompute, int, int]:
-    """What says how much micro-batches in flight hold."""
-    return item.recompute, item.degree, item.micro_batches
-
-
-def _cut_alike(item: Try) -> tuple[Recompute, int, MeshShape]:
-    """What combinations have in common that differ in their number of micro-batches alone."""
-    return item.recompute, item.degree, item.where.mesh
 
 
 def _never(value: str) -> bool:
