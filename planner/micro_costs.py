@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from meshwright.planner.cost import CostModel
-from meshwright.planner.cost.compute import Columns, Priced
+from meshwright.planner.cost.compute import Priced
 from meshwright.planner.cost.shared import SharedBuffers
 from meshwright.planner.cost.steps import Steps
 from meshwright.planner.ir.cluster import Cluster, ClusterRow
@@ -52,6 +52,8 @@ class TimeRows:
             self.made.update((v.name, p) for v, p in zip(op.outs, self.row(op).outs, strict=True) if v and p is not None)
         self.late = self._complete(graph)
         self.whole = _lead_to(graph, whole) if whole else frozenset[str]()
+        self._of_cluster: dict[tuple[str, int], tuple[ClusterRow, int]] = {}
+        self._rows: dict[ClusterRow, ClusterRow] = {}
 
     def row(self, op: Op) -> Row:
         """An op's row over the axis of micro-batches."""
@@ -59,6 +61,29 @@ class TimeRows:
         if spec is None:
             return Row((R,) * len(op.ins), tuple(None if v is None else R for v in op.outs))
         return Row(tuple(p[0] for p in spec.ins), tuple(None if p is None else p[0] for p in spec.outs))
+
+    def of_cluster(self, cluster: Cluster) -> tuple[ClusterRow, int]:
+        """A cluster's row over the axis of micro-batches, equal ones as one object, and how often it runs."""
+        key = cluster.name, len(cluster.ops)
+        if key not in self._of_cluster:
+            row, runs = self._over_time(cluster)
+            self._of_cluster[key] = self._rows.setdefault(row, row), runs
+        return self._of_cluster[key]
+
+    def _over_time(self, cluster: Cluster) -> tuple[ClusterRow, int]:
+        members = tuple(self.row(op) for op in cluster.ops)
+        wanted: dict[str, Placement] = {}
+        for op, member in zip(cluster.ops, members, strict=True):
+            for v, p in zip(op.ins, member.ins, strict=True):
+                wanted.setdefault(v.name, p)
+        row = ClusterRow(
+            tuple(wanted.get(v.name, self.made[v.name]) for v in cluster.ins),
+            tuple(self.made[v.name] for v in cluster.outs),
+            members,
+            None if cluster.source is None else self.made[cluster.source.value.name],
+        )
+        finishes = cluster.outs and all(v.name in self.late for v in cluster.outs)
+        return row, 1 if finishes else self.count
 
     def is_once(self, value: str) -> bool:
         """Whether a value is brought to where it is needed once per step, however many micro-batches there are."""
@@ -97,7 +122,6 @@ class MicroCosts:
         self.once = CostModel(hardware, mesh, shared)
         longer = replace(hardware, links=(hardware.links[0], *hardware.links))
         self._model = CostModel(longer, MeshShape((rows.count, *mesh.sizes), ("time", *mesh.names)), shared)
-        self._rows: dict[tuple[str, int], tuple[ClusterRow, int]] = {}
 
     @property
     def overlaps(self) -> bool:
@@ -108,38 +132,21 @@ class MicroCosts:
 
     def cluster_costs(self, cluster: Cluster, candidates: Sequence[tuple[ClusterRow, ...]]) -> np.ndarray:
         """Seconds of a cluster per step under each candidate, float64 [candidates]."""
-        row, runs = self._known_over_time(cluster)
+        row, runs = self.time.of_cluster(cluster)
         return runs * self._model.cluster_costs(cluster, [(row, *candidate) for candidate in candidates])
 
     def clusters_costs(self, parts: Sequence[tuple[Cluster, Priced]]) -> list[np.ndarray]:
-        """Likewise for several clusters at once."""
-        over_time = [self._known_over_time(cluster) for cluster, _ in parts]
-        longer = [(cluster, _after(row, cluster, priced)) for (cluster, priced), (row, _) in zip(parts, over_time, strict=True)]
-        return [runs * s for (_, runs), s in zip(over_time, self._model.clusters_costs(longer), strict=True)]
-
-    def _known_over_time(self, cluster: Cluster) -> tuple[ClusterRow, int]:
-        key = cluster.name, len(cluster.ops)
-        if key not in self._rows:
-            self._rows[key] = self._over_time(cluster)
-        return self._rows[key]
-
-    def _over_time(self, cluster: Cluster) -> tuple[ClusterRow, int]:
-        """A cluster's row over the axis of micro-batches, and how often it runs."""
-        members = tuple(self.time.row(op) for op in cluster.ops)
-        wanted: dict[str, Placement] = {}
-        for op, member in zip(cluster.ops, members, strict=True):
-            for v, p in zip(op.ins, member.ins, strict=True):
-                wanted.setdefault(v.name, p)
-        source = cluster.source
-        rest = None if source is None else self.time.made[source.value.name]
-        row = ClusterRow(
-            tuple(wanted.get(v.name, self.time.made[v.name]) for v in cluster.ins),
-            tuple(self.time.made[v.name] for v in cluster.outs),
-            members,
-            rest,
-        )
-        finishes = cluster.outs and all(v.name in self.time.late for v in cluster.outs)
-        return row, 1 if finishes else self.count
+        """Likewise for several clusters at once; those that share candidates and run alike share the array."""
+        over_time = [self.time.of_cluster(cluster) for cluster, _ in parts]
+        longer: dict[tuple[int, int], Priced] = {}
+        for (cluster, priced), (row, _) in zip(parts, over_time, strict=True):
+            if (id(priced), id(row)) not in longer:
+                longer[id(priced), id(row)] = _after(row, cluster, priced)
+        timed = [(cluster, longer[id(priced), id(row)]) for (cluster, priced), (row, _) in zip(parts, over_time, strict=True)]
+        once = self._model.clusters_costs(timed)
+        keys = [(id(s), runs) for s, (_, runs) in zip(once, over_time, strict=True)]
+        found = {key: key[1] * s for key, s in dict(zip(keys, once, strict=True)).items()}
+        return [found[key] for key in keys]
 
     # --- collectives ---
 
@@ -186,7 +193,7 @@ def _after(row: ClusterRow, cluster: Cluster, priced: Priced) -> Priced:
     """The same with one row for all candidates over an axis before the others."""
     rows = [*priced.rows, row]
     first = np.full((len(priced), 1), len(priced.rows), dtype=np.int64)
-    return Priced(Columns(cluster, rows), rows, np.hstack([first, priced.index]))
+    return Priced(priced.columns.and_row(cluster, row), rows, np.hstack([first, priced.index]))
 
 
 def _lead_to(graph: OpGraph, parameters: Collection[str]) -> frozenset[str]:

@@ -6,6 +6,7 @@ Works on many candidates at once: a local shape is an integer array [candidates,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 
@@ -235,6 +236,12 @@ class Columns:
         self.in_part = np.array([key[:2] == (-1, "ins") and v.name in tables for key, v in values.items()], dtype=bool)
         self.kernels = [(i, kernel) for i, op in enumerate(cluster.ops) if (kernel := kernel_of(op)) is not None]
         self.num_ops, self.num_working = len(cluster.ops), sum(not is_free(op) for op in cluster.ops)
+
+    def and_row(self, cluster: Cluster, row: ClusterRow) -> Columns:
+        """The same with one more row of the cluster, behind the others."""
+        longer, (_, placed) = copy(self), _columns(cluster, [row])
+        longer.cuts = Cuts.stacked([self.cuts, cuts_of_columns(list(placed.values()), 1)])
+        return longer
 
 
 Key = tuple[int, str, int]

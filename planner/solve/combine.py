@@ -191,11 +191,9 @@ class RowTable:
         """How each row cuts the placeholder, [rows, 1]."""
         return self._once("rest", lambda: cuts_of_columns([[row.rest or R for row in self.rows]], len(self.rows)))
 
-    def placed_by_row(self, what: str, slot: int) -> list[Placement]:
-        """Placement of an input (``"in"``), a result (``"out"``) or the placeholder (``"rest"``) in each row."""
-        if what == "rest":
-            return self._once((what, slot), lambda: [row.rest or R for row in self.rows])
-        return self._once((what, slot), lambda: [(row.ins if what == "in" else row.outs)[slot] for row in self.rows])
+    def placed_by_row(self, what: str, *at: int) -> list[Placement]:
+        """Placement of a value in each row; see :meth:`Expanded.placed`."""
+        return self._once((what, at), lambda: [_placement_in(row, what, *at) for row in self.rows])
 
     def edge_numbers(self) -> list[int]:
         """A number of each row, the same of those that read and make the same."""
@@ -318,6 +316,17 @@ def _of_placeholder(cluster: Cluster, source: GraphInput) -> tuple:
 
 
 table_of: Callable[[Cluster], RowTable] = Known(_table)
+
+
+def _placement_in(row: ClusterRow, what: str, *at: int) -> Placement:
+    if what == "rest":
+        return row.rest or R
+    if what in ("in", "out"):
+        return (row.ins if what == "in" else row.outs)[at[0]]
+    member, slot = row.members[at[0]], at[1]
+    placement = (member.ins if what == "op in" else member.outs)[slot]
+    assert placement is not None
+    return placement
 
 
 def _made_roots(cluster: Cluster, root: Root) -> tuple[Placement, ...]:

@@ -55,13 +55,13 @@ class Expanded:
         """Over each axis, the row of each candidate."""
         return self.index.T.tolist()
 
-    def placed(self, what: str, slot: int = 0) -> Placed:
-        """Placements of an input (``"in"``), a result (``"out"``) or the placeholder (``"rest"``) in the candidates."""
-        key = what, slot
-        if key not in self._known:
-            of = self.table.placed_by_row(what, slot)
-            self._known[key] = Placed.of(list(zip(*[[of[r] for r in column] for column in self.columns], strict=True)))
-        return self._known[key]
+    def placed(self, what: str, *at: int) -> Placed:
+        """Placements of a value in the candidates: of an input (``"in"``), a result (``"out"``) or the placeholder (``"rest"``), or what an op
+        reads (``"op in"``) or makes (``"op out"``); ``at``: of which op, and the slot."""
+        if (what, at) not in self._known:
+            of = self.table.placed_by_row(what, *at)
+            self._known[what, at] = Placed.of(list(zip(*[[of[r] for r in column] for column in self.columns], strict=True)))
+        return self._known[what, at]
 
     @cached_property
     def kept_at(self) -> np.ndarray:

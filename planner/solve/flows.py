@@ -52,7 +52,11 @@ class Use:
         made, num_axes = own.placed("out", slot), own.index.shape[1]
         whole = Placed.of([(R,) * num_axes])
         read = [
-            expanded.placed("in" if kind == "in" else "rest", at) if expanded is not None else whole if kind == "whole" else None
+            (expanded.placed("in", at) if kind == "in" else expanded.placed("rest"))
+            if expanded is not None
+            else whole
+            if kind == "whole"
+            else None
             for kind, expanded, at in readers
         ]
         node = {p: n for n, p in enumerate(made.distinct)}

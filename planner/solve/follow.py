@@ -62,7 +62,7 @@ def _rows(clusters: ClusterGraph, batch: int, size: int, dim: int) -> tuple[Clus
             key = fits, *[v.dtype for v in cluster.ins], *reads
             if key not in known:
                 if fits not in fitting:
-                    fitting[fits] = [row for row in cluster.rows if _fits(cluster, row, size)]
+                    fitting[fits] = _fitting(cluster, size)
                 known[key] = _cheapest(cluster, fitting[fits], reads)
             row = known[key]
         chosen.append(row)
@@ -88,8 +88,12 @@ def _at_rest(cluster: Cluster, batch: int, size: int, dim: int) -> ClusterRow:
     return fits[0] if fits else cluster.rows[0]
 
 
-def _fits(cluster: Cluster, row: ClusterRow, size: int) -> bool:
-    return _is_even(cluster.ins, row.ins, size) and _is_even(cluster.outs, row.outs, size)
+def _fitting(cluster: Cluster, size: int) -> list[ClusterRow]:
+    """The rows that cut what the cluster reads and makes evenly."""
+    values = (*cluster.ins, *cluster.outs)
+    placed = zip(*[(*row.ins, *row.outs) for row in cluster.rows], strict=True)
+    is_even = [{p: even(v.shape, (p,), (size,)) for p in set(column)} for v, column in zip(values, placed, strict=True)]
+    return [row for row in cluster.rows if all(e[p] for e, p in zip(is_even, (*row.ins, *row.outs), strict=True))]
 
 
 def _cheapest(

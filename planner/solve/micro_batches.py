@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from meshwright.planner.ir.cluster import Cluster
+from meshwright.planner.ir.graph import Value
 from meshwright.planner.ir.plan import OpSpec
 from meshwright.planner.ir.spec import Placement, Placements, divides
-from meshwright.planner.solve.candidates import Candidate
+from meshwright.planner.solve.expanded import Expanded
 from meshwright.planner.solve.problem import Restriction
 from meshwright.planner.solve.tables import Tables
 
@@ -30,30 +31,45 @@ def restrict_to_micro_batches(
     """
     sizes = (count, *tables.mesh.sizes)
     allowed: dict[int, np.ndarray] = {}
-    for choice, candidates in enumerate(tables.candidates):
+    known: dict[tuple, np.ndarray] = {}
+    for choice, expanded in enumerate(tables.expanded):
         cluster = tables.first(choice)
-        mask = np.array([_fits(cluster, c, inputs, ops, sizes) for c in candidates])
-        if not mask.all():
-            allowed[choice] = mask
+        over_time = [ops.get(op.name) for op in cluster.ops]
+        of_source = None if cluster.source is None else inputs.get(cluster.source.value.name)
+        key = id(expanded), of_source, *over_time
+        if key not in known:
+            known[key] = _fits(cluster, expanded, of_source, over_time, sizes)
+        if not known[key].all():
+            allowed[choice] = known[key]
     return Restriction(allowed)
 
 
 def _fits(
-    cluster: Cluster, candidate: Candidate, inputs: Mapping[str, Placement], ops: Mapping[str, OpSpec], sizes: tuple[int, ...]
-) -> bool:
-    source = cluster.source
-    if source is not None and candidate.rest is not None and source.value.name in inputs:
-        whole: Placements = (inputs[source.value.name], *candidate.rest)
-        if not _divides(source.value.shape, whole, sizes):
-            return False
-    for k, op in enumerate(cluster.ops):
-        spec = ops.get(op.name)
-        if spec is None:
-            continue
-        rows = [row.members[k] for row in candidate.rows]
-        read = [(v, spec.ins[i], tuple(row.ins[i] for row in rows)) for i, v in enumerate(op.ins)]
-        made = [(v, spec.outs[i], tuple(row.outs[i] for row in rows)) for i, v in enumerate(op.outs) if v is not None]
-        for v, over_time, placed in (*read, *made):
-            if over_time is not None and over_time[0].is_shard and not _divides(v.shape, (*over_time, *placed), sizes):
-                return False
-    return True
+    cluster: Cluster,
+    expanded: Expanded,
+    of_source: Placement | None,
+    over_time: Sequence[OpSpec | None],
+    sizes: tuple[int, ...],
+) -> np.ndarray:
+    """Whether a candidate cuts pieces of micro-batches evenly, bool [candidates].
+
+    Args:
+        cluster: whose candidates.
+        expanded: the candidates.
+        of_source: how the axis of micro-batches cuts the placeholder, if it is one's.
+        over_time: how that axis cuts what the ops read and make.
+        sizes: number of micro-batches, and of the mesh axes.
+    """
+    values: list[tuple[Value, Placements | None, tuple]] = []
+    if cluster.source is not None and of_source is not None:
+        values.append((cluster.source.value, (of_source,), ("rest",)))
+    for k, (op, spec) in enumerate(zip(cluster.ops, over_time, strict=True)):
+        if spec is not None:
+            values += [(v, spec.ins[i], ("op in", k, i)) for i, v in enumerate(op.ins)]
+            values += [(v, spec.outs[i], ("op out", k, i)) for i, v in enumerate(op.outs) if v is not None]
+    found: np.ndarray = np.ones(len(expanded), dtype=bool)
+    for value, before, at in values:
+        if before is not None and (before[0].is_shard or at == ("rest",)):
+            placed = expanded.placed(*at)
+            found &= np.array([_divides(value.shape, (*before, *p), sizes) for p in placed.distinct])[placed.number]
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Protocol
 
 import numpy as np
@@ -63,7 +63,7 @@ class Tables:
         mesh: the logical mesh.
         class_of: choice of every cluster.
         members: choice to its clusters' indices.
-        candidates: choice to its candidates.
+        expanded: choice to its candidates.
         values: flow to the names of its values.
         networks: flow to its network of placements.
         readers: flow to its demands' readers.
@@ -79,7 +79,7 @@ class Tables:
     mesh: MeshShape
     class_of: tuple[int, ...]
     members: tuple[tuple[int, ...], ...]
-    candidates: tuple[Sequence[Candidate], ...]
+    expanded: tuple[Expanded, ...]
     values: tuple[tuple[str, ...], ...]
     networks: tuple[PlacementNetwork, ...]
     readers: tuple[tuple[Reader, ...], ...]
@@ -88,6 +88,11 @@ class Tables:
     costs: Costs
     points: MemoryRows
     cache: NetworkCache = field(default_factory=NetworkCache)
+
+    @cached_property
+    def candidates(self) -> tuple[Sequence[Candidate], ...]:
+        """Choice to its candidates, each made when it is asked for."""
+        return tuple([e.candidates for e in self.expanded])
 
     def first(self, choice: int) -> Cluster:
         """The first cluster of a class."""
@@ -141,7 +146,7 @@ def build_tables(
         mesh,
         layout.class_of,
         layout.members,
-        tuple(c.expanded.candidates for c in classes),
+        tuple([c.expanded for c in classes]),
         tuple([group.names for group in made.groups]),
         tuple(made.networks),
         tuple([group.readers for group in made.groups]),
