@@ -191,8 +191,8 @@ class MicroCosts:
 
 def _after(row: ClusterRow, cluster: Cluster, priced: Priced) -> Priced:
     """The same with one row for all candidates over an axis before the others."""
-    rows = [*priced.rows, row]
-    first = np.full((len(priced), 1), len(priced.rows), dtype=np.int64)
+    rows = [*priced.rows[: priced.columns.num_rows], row]  # behind them the cluster's table may have got more
+    first = np.full((len(priced), 1), len(rows) - 1, dtype=np.int64)
     return Priced(priced.columns.and_row(cluster, row), rows, np.hstack([first, priced.index]))
 
 

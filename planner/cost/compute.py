@@ -237,6 +237,11 @@ class Columns:
         self.kernels = [(i, kernel) for i, op in enumerate(cluster.ops) if (kernel := kernel_of(op)) is not None]
         self.num_ops, self.num_working = len(cluster.ops), sum(not is_free(op) for op in cluster.ops)
 
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are."""
+        return len(self.cuts.dim)
+
     def and_row(self, cluster: Cluster, row: ClusterRow) -> Columns:
         """The same with one more row of the cluster, behind the others."""
         longer, (_, placed) = copy(self), _columns(cluster, [row])
