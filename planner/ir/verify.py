@@ -195,13 +195,16 @@ def _same_names(what: str, found: object, wanted: list[str]) -> None:
 
 
 def _verify_placements(plan: Plan, where: str, value: Value, placements: Placements, *, uneven: bool) -> None:
-    text, sizes = format_placements(placements), plan.mesh.sizes
+    sizes, shards = plan.mesh.sizes, [p for p in placements if p.is_shard]
+    if len(placements) == len(sizes) and not shards:
+        return
+    text = format_placements(placements)
     if len(placements) != len(sizes):
         raise VerifyError(f"{where}: {value} has placements {text}, one for each of the {len(sizes)} mesh axes is needed")
-    for p in placements:
-        if p.is_shard and not 0 <= p.dim < len(value.shape):
+    for p in shards:
+        if not 0 <= p.dim < len(value.shape):
             raise VerifyError(f"{where}: {value} has placements {text}, but it has {len(value.shape)} dims")
-    grouped = any(p.is_shard and p.split > 1 for p in placements)
+    grouped = any(p.split > 1 for p in shards)
     if not divides(value.shape, placements, sizes) and (grouped or not uneven):
         raise VerifyError(f"{where}: {value} cannot be {text} on mesh {plan.mesh}: a sharded dim is not divided evenly")
 
@@ -280,21 +283,28 @@ def _verify_kept(plan: Plan, graph: OpGraph) -> None:
 def _verify_paths(plan: Plan, graph: OpGraph) -> None:
     made, produced = made_placements(plan, graph), _produced(plan, graph)
     kept = ((value_named(graph, name), KEPT, final, f"kept {name}") for name, final in plan.kept.items())
+    seen: set[tuple[str, str, Placements]] = set()
     for value, phase, wanted, who in itertools.chain(kept, needs(plan, graph)):
         src = (produced if phase == KEPT else made)[value.name]
-        text = made[value.name], f"{format_placements(made[value.name])} -> {format_placements(wanted)}"
-        try:
-            path = path_of(plan, value, phase, src, wanted)
-        except ValueError:
-            raise VerifyError(f"{who} needs {value} as {text} in {phase}: no path of legal steps leads there") from None
-        if path[0] != src:
+        key = (value.name, phase, wanted)
+        if key in seen or (src == wanted and key not in plan.paths):
+            continue
+        seen.add(key)
+        _verify_path(plan, value, phase, src, wanted, who)
+
+
+def _verify_path(plan: Plan, value: Value, phase: str, src: Placements, wanted: Placements, who: str) -> None:
+    text = f"{format_placements(src)} -> {format_placements(wanted)}"
+    try:
+        path = path_of(plan, value, phase, src, wanted)
+    except ValueError:
+        raise VerifyError(f"{who} needs {value} as {text} in {phase}: no path of legal steps leads there") from None
+    if path[0] != src:
+        raise VerifyError(f"{who}: the path of {value} starts at {format_placements(path[0])}, made as {format_placements(src)}")
+    for here, there in itertools.pairwise(path):
+        changed = [a for a, (p, q) in enumerate(zip(here, there, strict=True)) if p != q]
+        if len(changed) != 1 or not legal_step(here, changed[0], there[changed[0]]):
             raise VerifyError(
-                f"{who}: the path of {value} starts at {format_placements(path[0])}, made as {format_placements(src)}"
+                f"{who}: the path of {value} ({text}) has the step {format_placements(here)} -> {format_placements(there)}, "
+                "which is not a legal change of one axis"
             )
-        for here, there in itertools.pairwise(path):
-            changed = [a for a, (p, q) in enumerate(zip(here, there, strict=True)) if p != q]
-            if len(changed) != 1 or not legal_step(here, changed[0], there[changed[0]]):
-                raise VerifyError(
-                    f"{who}: the path of {value} ({text}) has the step {format_placements(here)} -> {format_placements(there)}, "
-                    "which is not a legal change of one axis"
-                )
