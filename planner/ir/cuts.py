@@ -108,17 +108,15 @@ def split_at(flat: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
 
 
 def _product(dim: np.ndarray, sizes: Sequence[int] | np.ndarray, num_dims: int) -> np.ndarray:
-    """``sizes`` may differ: int64 [..., axes]."""
-    found = np.ones((*dim.shape[:-1], num_dims), dtype=np.int64)
-    dims = np.arange(num_dims)
-    if isinstance(sizes, np.ndarray):
-        for axis in range(dim.shape[-1]):
-            found *= np.where(dim[..., axis, None] == dims, sizes[..., axis, None], 1)
-        return found
-    for axis, n in enumerate(sizes):
-        if n > 1:
-            found *= np.where(dim[..., axis, None] == dims, n, 1)
-    return found
+    """Product of the sizes of the axes that cut each dim, int64 [..., dims]; ``sizes`` may differ: int64 [..., axes]."""
+    flat = dim.reshape(-1, dim.shape[-1])
+    found = np.ones(len(flat) * (num_dims + 1), dtype=np.int64)  # behind each one's dims a place for what cuts none
+    first = np.arange(0, len(found), num_dims + 1)
+    for axis in range(dim.shape[-1]):
+        size = sizes[..., axis].reshape(-1) if isinstance(sizes, np.ndarray) else sizes[axis]
+        if isinstance(size, np.ndarray) or size > 1:
+            found[first + np.where(flat[:, axis] < 0, num_dims, flat[:, axis])] *= size
+    return found.reshape(*dim.shape[:-1], num_dims + 1)[..., :num_dims]
 
 
 def piece_shapes(shape: np.ndarray, cuts: Cuts, sizes: Sequence[int] | np.ndarray) -> np.ndarray:

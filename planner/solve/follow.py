@@ -101,12 +101,13 @@ def _cheapest(
 ) -> ClusterRow:
     """Of ``rows``, those of a cluster that fit, the one that moves least; the cluster's first where none can be had. ``reads``: how each value
     that it reads is made, and how it may be read if it is a parameter."""
+    prices = [
+        {dst: 0.0 if src is dst else price_of_change(value, src, dst, allowed) for dst in {row.ins[k] for row in rows}}
+        for k, (value, (src, allowed)) in enumerate(zip(cluster.ins, reads, strict=True))
+    ]
     least, best = float("inf"), cluster.rows[0]
     for row in rows:
-        moved = 0.0
-        for value, (src, allowed), dst in zip(cluster.ins, reads, row.ins, strict=True):
-            if src is not dst:
-                moved += price_of_change(value, src, dst, allowed)
+        moved = sum([price[dst] for price, dst in zip(prices, row.ins, strict=True)])
         if moved < least:
             least, best = moved, row
     return best
