@@ -60,8 +60,8 @@ def kind_of_argument(x: Any) -> Hashable:
         NoKind: these alone do not say enough.
     """
     if isinstance(x, FakeTensor):
-        if x.constant is not None or x.is_conj() or x.is_neg():
-            raise NoKind("its value matters")
+        if x.constant is not None or x.layout is not torch.strided or x.is_conj() or x.is_neg():
+            raise NoKind("its value or its layout matters")
         return (x.shape, x.stride(), x.dtype)
     if isinstance(x, torch.Tensor):
         raise NoKind("a tensor from outside")
@@ -133,7 +133,9 @@ def _known(result: Any, args: Any, *, is_view: bool) -> Known | None:
 
 def is_plain(x: Any) -> bool:
     """Whether something is a fake CPU tensor of which its form says all."""
-    return isinstance(x, FakeTensor) and x.constant is None and x.fake_device == _CPU and not (x.is_conj() or x.is_neg())
+    if not isinstance(x, FakeTensor) or x.constant is not None or x.fake_device != _CPU:
+        return False
+    return x.layout is torch.strided and not x.is_conj() and not x.is_neg()
 
 
 def _shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

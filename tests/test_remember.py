@@ -73,6 +73,20 @@ def test_what_depends_on_more_than_kinds_is_run_every_time():
     assert [func for func in ran if func in asked] == [*asked, *asked]
 
 
+def test_sparse_results_are_not_remembered():
+    results = {}
+    for _ in range(2):
+        mode = FakeTensorMode()
+        run = Remembering(mode, results=results)
+        with mode:
+            x = torch.empty(3, 4)
+            sparse = run(aten._to_sparse.default, (x,), {})
+            assert sparse.layout is torch.sparse_coo
+            assert run(aten.sum.default, (x,), {}).shape == ()
+            assert run(aten._nnz.default, (sparse,), {}) is not None
+    assert len(results) == 1
+
+
 def test_fakes_are_made_as_torch_makes_them():
     mode = FakeTensorMode()
     with mode:
