@@ -201,9 +201,7 @@ class OpGraph:
     def hash(self) -> str:
         """sha256 over the program: ops, arguments, shapes, dtypes, roles and names; not module paths or source lines."""
         h = hashlib.sha256()
-        for line in self.lines():
-            h.update(line.encode())
-            h.update(b"\n")
+        h.update("".join([f"{line}\n" for line in self.lines()]).encode())
         return h.hexdigest()
 
     def lines(self) -> Iterator[str]:
@@ -211,9 +209,11 @@ class OpGraph:
         for i in self.inputs:
             yield f"{i.role} {i.name!r} {' '.join(i.aliases)} {i.value}"
         for op in self.ops:
-            outs = ", ".join("-" if v is None else str(v) for v in op.outs)
-            args = ", ".join([*map(_arg_text, op.args), *(f"{k}={_arg_text(v)}" for k, v in op.kwargs)])
-            yield f"{outs} = {op.target}({args})"
+            outs = ", ".join(["-" if v is None else f"{v.name}: {_form_text(v.dtype, v.shape)}" for v in op.outs])
+            args = [a.name if type(a) is Value else _arg_text(a) for a in op.args]
+            if op.kwargs:
+                args += [f"{k}={_arg_text(v)}" for k, v in op.kwargs]
+            yield f"{outs} = {op.target}({', '.join(args)})"
         for o in self.outputs:
             yield f"{o.role} {o.name!r} {o.value.name if o.value is not None else repr(o.constant)}"
 
@@ -225,7 +225,7 @@ def _arg_text(arg: Any) -> str:
     if isinstance(arg, Value):
         return arg.name
     if isinstance(arg, tuple):
-        return f"[{', '.join(map(_arg_text, arg))}]"
+        return f"[{', '.join([_arg_text(a) for a in arg])}]"
     return str(arg)
 
 
