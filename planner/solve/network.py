@@ -137,9 +137,10 @@ def _lattice(used: tuple[Placements, ...], num_axes: int) -> _Lattice:
     at = np.array([[codes[p] for p in node] for node in nodes], dtype=np.int64)
     kind = np.array([[_kind(src, dst) for dst in codes] for src in codes])
     is_shard = np.array([p.is_shard for p in codes])[at]
-    found = []
+    weight = len(codes) ** np.arange(num_axes)
+    whole, found = at @ weight, []
     for axis, choices in enumerate(per_axis):
-        rest = np.delete(at, axis, axis=1) @ len(codes) ** np.arange(num_axes - 1)
+        rest = whole - at[:, axis] * weight[axis]  # tells apart what lies on the other axes
         buried = is_shard[:, axis] & (at[:, axis + 1 :] == at[:, axis, None]).any(axis=1)
         here, step = at[:, axis], kind[at[:, axis, None], at[None, :, axis]]
         tails, heads = np.nonzero((rest[:, None] == rest) & (step >= 0) & ~buried[:, None] & ~buried)
@@ -150,6 +151,7 @@ def _lattice(used: tuple[Placements, ...], num_axes: int) -> _Lattice:
     return _Lattice(nodes, len(used), Cuts.of(nodes, num_axes), tails[by], heads[by], axes[by], kinds[by])
 
 
+@lru_cache(maxsize=1 << 10)
 def _kind(src: Placement, dst: Placement) -> int:
     kind = step_kind(src, dst)
     return -1 if kind is None else KINDS.index(kind)
