@@ -17,7 +17,7 @@ Ops are joined only where no change of placement between them could pay:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -38,13 +38,14 @@ _MAX_WALK = 256
 @dataclass(eq=False)
 class _Group:
     """A cluster being built. ``style`` is ``pointwise``, ``kernel``, ``view`` or ``source``; ``is_read``: another cluster reads it;
-    ``first`` and ``last`` are the numbers of its first and last op, -1 where it has none."""
+    ``made`` are the values of its ops, ``first`` and ``last`` the numbers of its first and last op, -1 where it has none."""
 
     style: str
     phase: str
     source: GraphInput | None = None
     ops: dict[int, Op] = field(default_factory=dict)
     reads: dict[str, None] = field(default_factory=dict)
+    made: set[str] = field(default_factory=set)
     sealed: set[str] = field(default_factory=set)
     space: int = 1
     fallback: tuple[str, ...] = ()
@@ -53,12 +54,9 @@ class _Group:
     first: int = -1
     last: int = -1
 
-    def take(self, ops: Mapping[int, Op]) -> None:
-        self.ops.update(ops)
-        self.first, self.last = min(self.ops, default=-1), max(self.ops, default=-1)
-
-    def take_one(self, i: int, op: Op) -> None:
+    def take(self, i: int, op: Op) -> None:
         self.ops[i] = op
+        self.made.update([out.name for out in op.outs if out is not None])
         self.first, self.last = i if self.first < 0 else min(self.first, i), max(self.last, i)
 
 
@@ -73,7 +71,7 @@ class _Grouping:
         """Op name or placeholder value name to its group."""
         self._prefix: dict[str, tuple[tuple[int, Op], ...]] = {}
         """Value name to the ops that make it and wait for its one reader."""
-        self._late: list[_Group] = []
+        self._late: dict[_Group, None] = {}
         """Groups that got more to wait for after they were read: their readers wait for what is behind them in the graph."""
         self._results = {o.value.name for o in graph.outputs if o.value is not None}
         self._index = {op.name: i for i, op in enumerate(graph.ops)}
@@ -103,24 +101,24 @@ class _Grouping:
         for v in op.ins:
             for j, waiting in self._prefix.pop(v.name, ()):
                 self._add(group, j, waiting)
-        group.take_one(i, op)
+        group.take(i, op)
         group.sealed.update(out.name for out in op.outs if out is not None and out.name in self._apart)
         self._of[op.name] = group
-        made = {out.name for member in group.ops.values() for out in member.outs if out is not None} if len(op.ins) else set()
         for v in op.ins:
             if (maker := self._group_of(v.name)) is not None and maker is not group:
                 maker.is_read = True
-        group.reads.update(dict.fromkeys(v.name for v in op.ins if v.name not in made))
+        group.reads.update(dict.fromkeys(v.name for v in op.ins if v.name not in group.made))
 
     def _merge(self, into: _Group, other: _Group) -> None:
-        into.take(other.ops)
-        made = {out.name for op in into.ops.values() for out in op.outs if out is not None}
-        into.reads = {v: None for v in (*into.reads, *other.reads) if v not in made}
+        for i, op in other.ops.items():
+            into.take(i, op)
+        into.reads = {v: None for v in (*into.reads, *other.reads) if v not in into.made}
         into.sealed |= other.sealed
         into.space = max(into.space, other.space)
         into.is_read |= other.is_read
         other.merged_into = into
         other.ops = {}
+        self._late.pop(other, None)
 
     # --- facts ---
 
@@ -264,7 +262,7 @@ class _Grouping:
         for other in chosen[1:]:
             self._merge(group, other)
         if group.is_read:
-            self._late.append(group)
+            self._late[group] = None
         self._add(group, i, op)
         group.space = max(group.space, space)
         if kind == "reduction":
@@ -321,12 +319,8 @@ class _Grouping:
 
     def _first_that_matters(self, start: int) -> int:
         """The op such that no group which ends before it waits for one that reaches ``start`` or beyond."""
-        late = {id(g): g for g in self._late if g.merged_into is None}
-        self._late = list(late.values())
-        for group in sorted(self._late, key=lambda g: -g.last):
-            if group.last < start:
-                break
-            start = min(start, group.first)
+        while (first := min((g.first for g in self._late if g.last >= start), default=start)) < start:
+            start = first
         return start
 
 
@@ -453,5 +447,5 @@ def trivial_clusters(graph: OpGraph, rows_for: RowsFor) -> ClusterGraph:
     for i, op in enumerate(graph.ops):
         fallback = (op.target,) if rows.rows[op.name] is None else ()
         groups.append(_Group("kernel", op.phase, None, reads={v.name: None for v in op.ins}, fallback=fallback))
-        groups[-1].take_one(i, op)
+        groups[-1].take(i, op)
     return _finish(groups, graph, rows, grouping.rest_of)
