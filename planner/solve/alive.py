@@ -31,7 +31,7 @@ from meshwright.planner.ir.plan import Plan
 from meshwright.planner.ir.spec import Placement, Placements
 from meshwright.planner.ir.verify import kept_values, parameter_behind, path_of
 from meshwright.planner.solve.candidates import piece_bytes, piece_numel
-from meshwright.planner.solve.liveness import Span, Timeline, late_makers, roots
+from meshwright.planner.solve.liveness import Span, late_makers, roots, timeline_of
 from meshwright.planner.solve.memory import Trained, parameters_with_gradient, rest_bytes
 from meshwright.planner.solve.problem import SEGMENTS
 from meshwright.planner.solve.results import parameter_of
@@ -106,7 +106,7 @@ class _Step:
 
     def __post_init__(self) -> None:
         self.sizes = self.plan.mesh.sizes
-        self.line = Timeline(self.graph, self.clusters.repeats)
+        self.line = timeline_of(self.graph, self.clusters.repeats)
         self.root = roots(self.graph)
         self.late = late_makers(self.graph)
         self.values = {v.name: v for op in self.graph.ops for v in op.outs if v is not None}

@@ -11,12 +11,13 @@ the blocks' backwards free it one after the other; their gradients come one afte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from meshwright.planner.ir.graph import Op, OpGraph, Repeat
+from meshwright.planner.ir.known import Known
 from meshwright.planner.kinds import kind_of
 
 
@@ -47,27 +48,32 @@ class Timeline:
 
     def __init__(self, graph: OpGraph, repeats: Sequence[Repeat] = ()):
         self._ops = graph.by_name
-        self._repeats = repeats
+        self._repeats = tuple(repeats)
         self._places = dict(self._placed(graph))
         self._again = self._passes(graph)
         self.names: list[str] = []
         self._at: dict[str, list[int]] = {}
         self._passed: dict[int, tuple[int, int]] = {}
+        copied: dict[int, list[str]] = {}
+        for name, place in self._places.items():
+            if place.is_copy and self._ops[name].phase == "backward":
+                copied.setdefault(place.repeat, []).append(name)
         for op in graph.ops:
             self._append(op.name)
             for r in self._again.get(op.name, ()):
-                self._second_pass(graph, r)
+                self._second_pass(r, copied.get(r, ()))
         self.num_points = len(self.names)
 
     # --- points ---
 
     def _placed(self, graph: OpGraph) -> Iterable[tuple[str, _Place]]:
+        blocks = [(r, repeat.instance, repeat.position) for r, repeat in enumerate(self._repeats)]
         for op in graph.ops:
             name = op.recompute_of or op.name
-            for r, repeat in enumerate(self._repeats):
-                at = repeat.instance.get(name)
-                if at in (repeat.position, repeat.position + 1):
-                    yield op.name, _Place(r, at == repeat.position + 1)
+            for r, instance, first in blocks:
+                at = instance.get(name)
+                if at == first or at == first + 1:
+                    yield op.name, _Place(r, at == first + 1)
 
     def _passes(self, graph: OpGraph) -> dict[str, list[int]]:
         """The last backward op of each copy that stands for several, to its record."""
@@ -85,12 +91,12 @@ class Timeline:
         self._at.setdefault(name, []).append(len(self.names))
         self.names.append(name)
 
-    def _second_pass(self, graph: OpGraph, r: int) -> None:
+    def _second_pass(self, r: int, backward: Iterable[str]) -> None:
+        """The backward ops of a copy once more."""
         end = len(self.names) - 1
         self._passed[r] = (end, end + 1)
-        for op in graph.ops:
-            if op.phase == "backward" and self._places.get(op.name) == _Place(r, True):
-                self._append(op.name)
+        for name in backward:
+            self._append(name)
 
     # --- spans ---
 
@@ -162,8 +168,22 @@ class Timeline:
         return change[:-1].cumsum()
 
 
-def roots(graph: OpGraph) -> dict[str, str]:
-    """Value to the value whose memory it has: its own, or that of what it is a view of."""
+def _no_lines(_: OpGraph) -> dict[tuple[int, ...], Timeline]:
+    return {}
+
+
+_LINES: Known[OpGraph, dict[tuple[int, ...], Timeline]] = Known(_no_lines)
+
+
+def timeline_of(graph: OpGraph, repeats: Sequence[Repeat] = ()) -> Timeline:
+    """The points of a program, worked out once."""
+    known, key = _LINES(graph), tuple(map(id, repeats))
+    if key not in known:
+        known[key] = Timeline(graph, repeats)  # holds the repeats, so that no others get their numbers
+    return known[key]
+
+
+def _roots(graph: OpGraph) -> dict[str, str]:
     root = {i.value.name: i.value.name for i in graph.inputs}
     for op in graph.ops:
         for v in op.outs:
@@ -172,8 +192,11 @@ def roots(graph: OpGraph) -> dict[str, str]:
     return root
 
 
-def late_makers(graph: OpGraph) -> dict[str, str]:
-    """Op that is made from placeholders alone, cheaply, to the first op that needs it: lowering runs it just before that."""
+roots: Callable[[OpGraph], Mapping[str, str]] = Known(_roots)
+"""Value to the value whose memory it has: its own, or that of what it is a view of."""
+
+
+def _late_makers(graph: OpGraph) -> dict[str, str]:
     inputs = {i.value.name for i in graph.inputs if i.role != "tangent"}
     free: dict[str, Op] = {}
     for op in graph.ops:
@@ -188,3 +211,7 @@ def late_makers(graph: OpGraph) -> dict[str, str]:
             if source in free:
                 first[source] = first.get(op.name, op.name) if op.name in free else op.name
     return {name: first.get(name, name) for name in free}
+
+
+late_makers: Callable[[OpGraph], Mapping[str, str]] = Known(_late_makers)
+"""Op that is made from placeholders alone, cheaply, to the first op that needs it: lowering runs it just before that."""

@@ -24,7 +24,7 @@ from meshwright.planner.ir.spec import Placements
 from meshwright.planner.solve.candidates import piece_bytes
 from meshwright.planner.solve.expanded import Expanded
 from meshwright.planner.solve.layout import Layout
-from meshwright.planner.solve.liveness import Span, Timeline, late_makers, roots
+from meshwright.planner.solve.liveness import Span, Timeline, late_makers, roots, timeline_of
 from meshwright.planner.solve.network import PlacementNetwork
 from meshwright.planner.solve.problem import SEGMENTS, Peak, Problem
 from meshwright.planner.solve.results import parameter_of
@@ -120,7 +120,7 @@ class _Alive:
 
 
 def _alive(layout: Layout, graph: OpGraph, clusters: ClusterGraph) -> _Alive:
-    line = Timeline(graph, clusters.repeats)
+    line = timeline_of(graph, clusters.repeats)
     found: dict[tuple[str, int, tuple[int, int] | None], list[tuple[Span, ...]]] = {}
     for key, spans in (*_made(layout, graph, clusters, line), *_gradients(layout, graph, clusters, line)):
         found.setdefault(key, []).append(spans)
