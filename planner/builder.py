@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from meshwright.planner.ir import random_ops  # noqa: F401  (registers meshwright::uniform)
+from meshwright.planner.joint import written
 
 aten = torch.ops.aten
 
@@ -60,7 +61,7 @@ class Builder:
         key = (target, _frozen(args), tuple((k, _frozen(v)) for k, v in sorted(kwargs.items())))
         if key in self._seen:
             return self._seen[key]
-        node = self.graph.call_function(target, args, kwargs)
+        node = written(self.graph, target, args, kwargs)
         node.meta["val"] = self._val(target, args, kwargs) if val is None else val
         if self.like is not None:
             node.meta.update({k: self.like.meta[k] for k in KEPT_META if k in self.like.meta})

@@ -18,14 +18,20 @@ def joint_module(graph: fx.Graph) -> fx.GraphModule:
 
 
 def written(
-    graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str, meta: Mapping[str, Any]
+    graph: fx.Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    name: str | None = None,
+    meta: Mapping[str, Any] | None = None,
 ) -> fx.Node:
-    """A call, at the graph's insertion point, of what another graph calls with the same kinds of arguments.
+    """A call at the graph's insertion point, whose arguments are static: nodes, numbers and the like, no symbolic sizes.
 
-    ``Graph.create_node`` looks through all arguments for symbolic sizes, and whatever of a node is assigned makes the graph list it
-    anew: together two thirds of the time. What comes from a graph was looked through when it was made there.
+    ``Graph.create_node`` looks through all arguments for those, and whatever of a node is assigned makes the graph list it anew:
+    together two thirds of the time.
     """
     node = graph.create_node("call_function", target, name=name)
     node._update_args_kwargs(args, dict(kwargs))
-    node.meta.update(meta)
+    if meta is not None:
+        node.meta.update(meta)
     return node

@@ -11,6 +11,7 @@ from torch import fx
 
 from meshwright.planner.builder import Builder, shape_of
 from meshwright.planner.ir.errors import TraceError
+from meshwright.planner.joint import written
 from meshwright.planner.rewrites import REMOVED, REWRITES
 
 
@@ -107,9 +108,7 @@ def copy_op(graph: fx.Graph, node: fx.Node, map_node: Callable[[fx.Node], fx.Nod
     args, kwargs = fx.map_arg((node.args, node.kwargs), map_node)
     target = node.target
     name = "getitem" if target is operator.getitem else target._opname  # type: ignore[union-attr]
-    copy = graph.create_node("call_function", target, args, kwargs, name=name)
-    copy.meta = dict(node.meta)
-    return copy
+    return written(graph, target, args, kwargs, name, node.meta)
 
 
 def arranged(

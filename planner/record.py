@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
 
 from meshwright.planner.faking import fake_as
+from meshwright.planner.joint import written
 from meshwright.planner.provenance import is_users
 from meshwright.planner.remember import Remembering, Results
 from meshwright.planner.schema import Unusual, functional, gives_view, without_defaults
@@ -275,8 +276,7 @@ class Recorder(TorchDispatchMode):
             return
         for i, made in enumerate(out):
             if isinstance(made, torch.Tensor):
-                item = self.graph.create_node("call_function", operator.getitem, (node, i), name="getitem")
-                item.meta.update(node.meta)
+                item = written(self.graph, operator.getitem, (node, i), {}, "getitem", node.meta)
                 self._results.append((item, made))
                 yield item, made
 
@@ -290,8 +290,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _node(self, func: Any, args: Any, kwargs: Any, out: Any, meta: dict[str, Any] | None = None) -> fx.Node:
-        node = self.graph.create_node("call_function", func, args, kwargs, name=func._opname)
-        node.meta.update(self._provenance() if meta is None else meta)
+        node = written(self.graph, func, args, kwargs, func._opname, self._provenance() if meta is None else meta)
         self._results.append((node, out))
         return node
 
