@@ -56,11 +56,11 @@ def fake_of(form: Form, mode: FakeTensorMode) -> FakeTensor:
 
 
 def view_of(tensor: torch.Tensor, form: Form, offset: int, mode: FakeTensorMode) -> FakeTensor:
-    """A fake CPU tensor in the memory of another one, so many elements behind where that one begins."""
+    """A fake CPU tensor in the memory of another one, beginning at one of its elements."""
     shape, strides, dtype = form
     with no_dispatch():
         empty = torch.empty((), dtype=dtype, device="meta")
-        empty.set_(tensor.untyped_storage(), tensor.storage_offset() + offset, shape, strides)
+        empty.set_(tensor.untyped_storage(), offset, shape, strides)
         return _fake(empty, mode)
 
 

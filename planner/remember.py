@@ -24,7 +24,7 @@ class Known:
     Attributes:
         kind: type of several results; None for one.
         forms: of the results; None for what is no tensor.
-        offset: of a view in the memory of the first argument: by how many elements it begins later; None for new memory.
+        offset: of a view in the memory of the first argument: the element that it begins at; None for new memory.
     """
 
     kind: type | None
@@ -43,6 +43,11 @@ class NoKind(TypeError):
 @cache
 def _gives_views(target: torch._ops.OpOverload) -> bool:
     return any(r.alias_info is not None for r in target._schema.returns)
+
+
+@cache
+def _gives_one(target: torch._ops.OpOverload) -> bool:
+    return [str(r.type) for r in target._schema.returns] == ["Tensor"]
 
 
 @cache
@@ -106,11 +111,13 @@ class Remembering:
 
     def _key(self, func: Any, args: Any, kwargs: Any) -> Hashable | None:
         """What decides the kind of the result; None where more does."""
-        if not _may_be_known(func):
+        shares = not self._views and _gives_views(func)
+        if not _may_be_known(func) or (shares and not (_gives_one(func) and args and isinstance(args[0], torch.Tensor))):
             return None
         try:
             named = tuple((k, kind_of_argument(v)) for k, v in kwargs.items()) if kwargs else ()
-            key = (func, torch.get_default_dtype(), self._views or not _gives_views(func), kind_of_argument(args), named)
+            begins = args[0].storage_offset() if shares else None
+            key = (func, torch.get_default_dtype(), begins, kind_of_argument(args), named)
             hash(key)
         except TypeError:
             return None
@@ -128,7 +135,7 @@ def _known(result: Any, args: Any, *, is_view: bool) -> Known | None:
         return Known(None if several is not result else type(result), forms)
     if several is result or not args or not is_plain(args[0]) or not _shares_memory(result, args[0]):
         return None
-    return Known(None, forms, result.storage_offset() - args[0].storage_offset())
+    return Known(None, forms, result.storage_offset())
 
 
 def is_plain(x: Any) -> bool:

@@ -73,6 +73,24 @@ def test_what_depends_on_more_than_kinds_is_run_every_time():
     assert [func for func in ran if func in asked] == [*asked, *asked]
 
 
+def test_views_begin_where_they_would_whatever_their_operand_begins_at():
+    mode = FakeTensorMode()
+    run = Remembering(mode, views=False)
+    with mode, torch.no_grad():
+        x = torch.empty(8, 4)
+        for part in (x, x[2:6], x[4:], x, x[4:]):
+            for func, args in (
+                (aten.slice.Tensor, (part[:4], 0, 1, 3)),
+                (aten.view.dtype, (part[:4], torch.int8)),
+                (aten.as_strided.default, (part[:4], [2, 2], [4, 1], 3)),
+            ):
+                wanted, given = func(*args), run(func, args, {})
+                assert form_of(given) == form_of(wanted) and given.storage_offset() == wanted.storage_offset()
+                assert given.untyped_storage()._cdata == x.untyped_storage()._cdata
+        pieces = run(aten.split.Tensor, (x, 4), {})
+        assert [p.storage_offset() for p in pieces] == [0, 16]
+
+
 def test_sparse_results_are_not_remembered():
     results = {}
     for _ in range(2):
