@@ -15,8 +15,12 @@ from meshwright.planner.ir.cluster import ClusterRow
 from meshwright.planner.ir.graph import Op, Value
 from meshwright.planner.ir.spec import Placement, Row
 
-MAX_ROWS = 256
-"""Most rows kept of one cluster: beyond it those with the most replicated values are dropped."""
+MAX_ROWS = 32
+"""Most rows kept of one cluster: beyond it those with the fewest sharded values are dropped. Of twenty models' clusters none has more than ten,
+but for sums of many layers in one kernel, each of which may be partial in one operand or the other."""
+
+_MOST_LINES = 4 * MAX_ROWS
+"""Likewise of lines while ops are joined: in a kernel of a hundred ops their number would double with every few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,17 @@ def _rank(line: _Line) -> tuple[bool, int]:
     return (not all(p.is_replicate for p in line.placements), sum(p.is_replicate for p in line.placements))
 
 
+def _best(lines: list[_Line], most: int) -> list[_Line]:
+    """At most so many lines: the all replicated one, then those with the most values that are sharded."""
+    if len(lines) <= most:
+        return lines
+
+    def rank(line: _Line) -> tuple[bool, int]:
+        return not all(p.is_replicate for p in line.placements), -sum(p.is_shard for p in line.placements)
+
+    return sorted(lines, key=rank)[:most]
+
+
 def join(
     ops: Sequence[Op],
     rows: Sequence[Sequence[Row]],
@@ -127,7 +142,8 @@ def join(
     for i, (op, own) in enumerate(zip(ops, rows, strict=True)):
         columns, lines = _step(columns, lines, op, own)
         columns, lines = _project(columns, lines, border | {name for name in columns if last_use.get(name, -1) > i})
-    lines = sorted(lines, key=_rank)[:MAX_ROWS]
+        lines = _best(lines, _MOST_LINES)
+    lines = sorted(_best(lines, MAX_ROWS), key=_rank)
     position = {name: i for i, name in enumerate(columns)}
     at_ins, at_outs = [position[v.name] for v in ins], [position[v.name] for v in outs]
     return tuple(

@@ -55,12 +55,13 @@ def patch_dims(x: Value, w: Value, geometry: Sequence[Any]) -> list[int]:
     Args:
         x: the image.
         w: the kernel.
-        geometry: stride, padding, dilation, transposed, output padding.
+        geometry: stride, padding, dilation, transposed, output padding; the numbers by spatial dim, or one for all of them.
     """
-    stride, padding, dilation, transposed, _ = geometry
+    *numbers, transposed, _ = geometry
     if transposed:
         return []
     sides = range(2, len(x.shape))
+    stride, padding, dilation = (list(n) * len(sides) if len(n) == 1 else n for n in numbers)
     return [
         d
         for d, s, p, gap in zip(sides, stride, padding, dilation, strict=True)
