@@ -155,7 +155,7 @@ def _promised(
 
 def _is_unhurt(promised: tuple[float, float]) -> bool:
     bound_s, free_bound_s = promised
-    return bound_s <= free_bound_s * (1 + _HURTS)
+    return math.isfinite(bound_s) and bound_s <= free_bound_s * (1 + _HURTS)
 
 
 def _mixtures(

@@ -12,7 +12,7 @@ from meshwright.planner.fuse import fuse, trivial_clusters
 from meshwright.planner.ir.cluster import Cluster, ClusterGraph
 from meshwright.planner.ir.graph import OpGraph
 from meshwright.planner.ir.spec import P, R, Row, S
-from meshwright.planner.join import join
+from meshwright.planner.join import MAX_ROWS, join
 from meshwright.planner.rules import rows_for
 from tests.helpers.sketch import Sketch
 
@@ -237,3 +237,21 @@ def test_of_equal_rows_the_one_that_shards_inside_is_kept():
     ]
     (joined, *_) = join(graph.ops, rows, relu.ins, [v for v in total.outs if v is not None])
     assert joined.ins == (R,) and joined.outs == (R,) and joined.members[1].ins == (S(0),)
+
+
+def test_a_kernel_of_many_products_keeps_the_rows_that_shard():
+    """``((x w1) + (x w2) + ...) -> sums``: each product may be partial in either operand, which doubles the combinations each time."""
+    s = Sketch()
+    x, total = s.input("x", (8, 8)), s.input("y", (8, 8))
+    for i in range(40):
+        total = s.op("aten.add.Tensor", total, s.op("aten.mul.Tensor", s.input(f"x{i}", (8, 8)), s.input(f"w{i}", (8,))))
+    s.op("aten.sum.dim_IntList", s.op("aten.add.Tensor", total, x), [0])
+    (kernel,) = [c for c in fuse(s.done(), rows_for).clusters if len(c.ops) > 40]
+    assert len(kernel.rows) <= MAX_ROWS
+    first, *others = kernel.rows
+    assert all(p == R for p in (*first.ins, *first.outs))
+    of_matrices = [k for k, v in enumerate(kernel.ins) if v.shape == (8, 8)]
+    for placement in (S(0), S(1)):
+        assert any(all(row.ins[k] == placement for k in of_matrices) for row in others), (
+            f"all of it may be sharded as {placement}"
+        )

@@ -39,7 +39,7 @@ class Levels:
 
     def is_hurt(self, recompute: Recompute, few: int, part: float) -> bool:
         bound_s, free_s = self.bounds[recompute.level]
-        return bound_s > free_s * (1 + part)
+        return math.isinf(bound_s) or bound_s > free_s * (1 + part)
 
     def best(self, beats: Callable[[float], float] = lambda bound_s: math.inf) -> list[Tried[str]]:
         return levels.best(Blocks(), 1, levels.Asks(self.attempt, self.promise, self.is_hurt, beats), training=True)
@@ -66,6 +66,13 @@ def test_where_it_does_the_lowest_bound_comes_first_and_no_bound_is_made_tighter
     assert asked.planned[:3] == ["selective", "full", "none"]
     assert found[0].step_time_s == 1.5
     assert asked.enough == {"full": math.inf, "selective": 1.6, "none": 1.5}
+
+
+def test_where_the_first_level_cannot_fit_the_lowest_bound_comes_first():
+    asked = Levels({"none": (math.inf, math.inf), "selective": (70.0, 1.2), "full": (1.6, 1.4)})
+    found = asked.best()
+    assert asked.planned[:2] == ["full", "selective"]
+    assert found[0].recompute.level == "full"
 
 
 def test_nothing_is_planned_where_all_is_beaten():

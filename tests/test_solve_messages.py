@@ -10,13 +10,13 @@ import pytest
 
 from meshwright.planner.ir.errors import VerifyError
 from meshwright.planner.solve.bundle import Prices
-from meshwright.planner.solve.foresight import Look
+from meshwright.planner.solve.foresight import Foresight, Look
 from meshwright.planner.solve.messages import Messages
-from meshwright.planner.solve.optimise import optimise
+from meshwright.planner.solve.optimise import optimise, optimise_below
 from meshwright.planner.solve.price import memory_of, objective_s, price
 from meshwright.planner.solve.problem import Problem, Restriction
 from meshwright.planner.solve.program import NetworkCache
-from meshwright.planner.solve.smallest import fewest_by_messages, smallest_by_messages
+from meshwright.planner.solve.smallest import fewest_by_messages, least_by_messages, smallest_by_messages
 from tests.test_solve_program import EXACT, random_problem
 
 
@@ -140,6 +140,23 @@ def test_the_smallest_plan_by_messages_is_that_of_enumeration_where_they_prove_o
         assert found.bound_s <= least + 1 and found.objective_s == pytest.approx(held), seed
         price(problem, Restriction(), found.chosen)  # all of it can be reached
     assert met > 50
+
+
+def test_what_messages_say_of_the_least_memory_bounds_it_and_shows_where_nothing_fits():
+    proved = 0
+    for seed in range(150):
+        problem = random_problem(seed)
+        found, least = least_by_messages(problem, Restriction(), NetworkCache(), 1e-2), least_memory(problem)
+        if found is None or np.isinf(least):
+            continue
+        assert found.least_bytes <= least + 1, seed
+        assert found.chosen is None or least <= found.held_bytes + 1, seed
+        tight = replace(problem, memory_limit_bytes=max(1, int(0.9 * least)))
+        nothing = tuple(np.full(c.num_candidates, -np.inf) for c in tight.choices)
+        ahead = Foresight(100.0, 1.0, nothing, Prices.none(tight), None, np.inf)  # as where a bound went out of sight
+        assert not ahead.is_usual and optimise_below(tight, Restriction(), NetworkCache(), EXACT, ahead=ahead) is None, seed
+        proved += found.least_bytes > tight.memory_limit_bytes
+    assert proved > 30
 
 
 def test_the_fewest_avoided_candidates_by_messages_are_as_few_as_by_integers():

@@ -17,7 +17,7 @@ from meshwright.planner.solve.bundle import Prices
 from meshwright.planner.solve.foresight import NEAR, Foresight, Look, nothing_left
 from meshwright.planner.solve.problem import Problem, Restriction
 from meshwright.planner.solve.program import NetworkCache, assemble, least_memory_bytes
-from meshwright.planner.solve.smallest import fewest_by_messages, smallest_by_messages
+from meshwright.planner.solve.smallest import fewest_by_messages, least_by_messages, smallest_by_messages
 
 __all__ = [
     "Effort",
@@ -85,6 +85,8 @@ def optimise_below(
     unlimited.bound_s = max(unlimited.bound_s, ahead.free_bound_s)
     if ahead.bound_s >= beat_s:
         return Excluded(ahead.bound_s)
+    if not ahead.is_usual and ahead.chosen is None and not _can_fit(problem, restriction, cache, effort):
+        return None
     if ahead.look is not None and ahead.about_s > ahead.bound_s * (1 + effort.gap):
         ahead = ahead.look.move(max(NEAR, effort.foreseen))
     is_near = ahead.about_s * (1 - effort.foreseen * effort.gap) <= ahead.bound_s  # then it is taken as it is
@@ -101,6 +103,13 @@ def optimise_below(
                 ).run()
             break
     return found
+
+
+def _can_fit(problem: Problem, restriction: Restriction, cache: NetworkCache, effort: Effort) -> bool:
+    """False where messages prove that no plan is within the memory limit: a relaxation may take minutes for that."""
+    limit = problem.memory_limit_bytes
+    least = None if limit is None else least_by_messages(problem, restriction, cache, effort.gap)
+    return limit is None or least is None or least.least_bytes <= limit
 
 
 def settled_ahead(

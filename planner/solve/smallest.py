@@ -6,7 +6,7 @@ tell equal plans apart by and takes seconds instead.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,16 +24,29 @@ _PASSES, _FEW_PASSES = 32, 2
 _ONE, _STEP_S = 0.5, 1e-7
 
 
-def smallest_by_messages(problem: Problem, restriction: Restriction, cache: NetworkCache, gap: float) -> Solution | None:
-    """A plan whose memory is within ``gap`` of the least, the limit ignored; None where messages do not prove one.
+@dataclass(frozen=True)
+class Least:
+    """What messages say of the least memory.
 
-    Plans that take a hundred times what is usual do not count.
+    Attributes:
+        chosen: a plan of little memory; None where some value cannot be brought to its readers in any that was met.
+        held_bytes: what it holds.
+        least_bytes: what all plans hold at least, but those that take a hundred times what is usual.
+    """
+
+    chosen: tuple[int, ...] | None
+    held_bytes: float
+    least_bytes: float
+
+
+def least_by_messages(problem: Problem, restriction: Restriction, cache: NetworkCache, gap: float) -> Least | None:
+    """A plan of little memory, the limit ignored, and a bound of the least; None where no plan holds anything.
 
     Args:
         problem: the problem.
         restriction: what is taken away from it.
         cache: reduced networks of the problem.
-        gap: relative gap.
+        gap: relative gap that is of interest.
     """
     most = largest_memory_bytes(problem, restriction)
     if most <= 0.0:
@@ -45,13 +58,22 @@ def smallest_by_messages(problem: Problem, restriction: Restriction, cache: Netw
     messages.settle(_PASSES, gap / _DEAR)
     bound_s, _ = messages.proved()
     plane = messages.reading()
-    if plane.objective >= messages.unreachable_s:
-        return None
     held = float(sum(memory_of(problem, plane.chosen).values()))
     least = float(problem.memory_limit_bytes or 0) + (bound_s - messages.unreachable_s) / byte_s
-    if held - least > gap * held:
+    reaches = plane.objective < messages.unreachable_s
+    return Least(plane.chosen if reaches else None, held, least)
+
+
+def smallest_by_messages(problem: Problem, restriction: Restriction, cache: NetworkCache, gap: float) -> Solution | None:
+    """A plan whose memory is within ``gap`` of the least, the limit ignored; None where messages do not prove one.
+
+    Args:
+        problem, restriction, cache, gap: as of :func:`least_by_messages`.
+    """
+    found = least_by_messages(problem, restriction, cache, gap)
+    if found is None or found.chosen is None or found.held_bytes - found.least_bytes > gap * found.held_bytes:
         return None
-    return Solution(plane.chosen, held, min(least, held), "messages", 0, 0)
+    return Solution(found.chosen, found.held_bytes, min(found.least_bytes, found.held_bytes), "messages", 0, 0)
 
 
 def fewest_by_messages(problem: Problem, restriction: Restriction) -> tuple[int, ...] | None:

@@ -237,8 +237,11 @@ def convolution() -> Iterator[Call]:
     yield call(aten.convolution.default, f(4, 6, 8, 8), f(12, 3, 3, 3), None, one, one, one, False, [0, 0], 2)
     yield call(aten.convolution.default, f(4, 6, 8, 8), f(6, 12, 3, 3), f(12), two, one, one, True, one, 1)
     yield call(aten.convolution.default, f(4, 6, 9), f(12, 6, 3), None, [1], [1], [1], False, [0], 1)
+    yield call(aten.convolution.default, f(4, 6, 8, 8), f(12, 6, 3, 3), f(12), two, [0], [1], False, [0], 1)
+    yield call(aten.convolution.default, f(4, 6, 8, 8), f(12, 6, 2, 2), None, [2], [0], [1], False, [0], 1)
     every = [True, True, True]
     back = aten.convolution_backward.default
+    yield call(back, f(4, 12, 4, 4), f(4, 6, 8, 8), f(12, 6, 2, 2), None, [2], [0], [1], False, [0], 1, [True, True, False])
     yield call(back, f(4, 12, 8, 8), f(4, 6, 8, 8), f(12, 6, 3, 3), [12], one, one, one, False, [0, 0], 1, every)
     yield call(back, f(4, 12, 8, 8), f(4, 6, 8, 8), f(12, 6, 3, 3), None, one, one, one, False, [0, 0], 1, [False, True, False])
     yield call(back, f(4, 12, 4, 4), f(4, 6, 8, 8), f(12, 6, 2, 2), [12], two, [0, 0], one, False, [0, 0], 1, every)
