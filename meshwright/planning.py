@@ -128,9 +128,9 @@ def _plan_with_or_without_stages(
 
     early: list[Plan | None] = []
 
-    def beats(bound_s: float) -> float:
-        early.append(staged := in_stages(bound_s * (1 - CLEARLY), is_hurt=True))
-        return math.inf if staged is None else staged.predicted.step_time_s
+    def beats(about_s: float) -> float:
+        early.append(staged := in_stages(about_s * (1 - CLEARLY), is_hurt=True))
+        return math.inf if staged is None else staged.predicted.step_time_s / (1 - CLEARLY)
 
     try:
         plan = _plan_whole(captured, target, request, model, tell, beats)

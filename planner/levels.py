@@ -94,8 +94,8 @@ class Asks(Generic[Found]):
         promise: lower bounds of any plan's time with one, within the memory limit and without one, far cheaper than a plan; those above
             so many seconds by more than a part need not be tight, or those below by less than it where it is negative.
         is_hurt: whether memory makes all plans on so many meshes slower by more than a part; cheaper still.
-        beats: seconds of something else that takes clearly less than so many; infinite where there is none. It is asked once, and only
-            where memory makes all plans slower: then no bound above it need be known.
+        beats: what plans must take at least for something else to be clearly better, given about what they do; infinite where there is
+            nothing. It is asked once, and only where memory makes all plans slower: then no bound above it need be known.
     """
 
     attempt: Callable[[Recompute], Tried[Found]]
@@ -132,24 +132,34 @@ def _most_promising_first(asks: Asks[Found]) -> Iterator[str]:
         yield from LEVELS
         return
     bounds, is_unhurt, beaten_s = _promised(asks, _ROUGH, asks.beats)
-    if min(bounds.values()) >= beaten_s:
+    if _are_beaten(asks, bounds, beaten_s):
         return
-    if not is_unhurt:
+    if not is_unhurt and sum(map(math.isfinite, bounds.values())) > 1:
         bounds, is_unhurt, _ = _promised(asks, _CLOSE)
     yield from LEVELS if is_unhurt else sorted(LEVELS, key=bounds.__getitem__)
+
+
+def _are_beaten(asks: Asks[Found], bounds: dict[str, float], beaten_s: float) -> bool:
+    """Whether all levels take at least so many seconds; bounds below that are made as tight as that takes."""
+    for level, bound_s in bounds.items():
+        if math.isfinite(beaten_s) and bound_s < beaten_s:
+            bounds[level] = asks.promise(Recompute(level), beaten_s, 0.0)[0]
+        if bounds[level] < beaten_s:
+            return False
+    return True
 
 
 def _promised(
     asks: Asks[Found], close: float, beats: Callable[[float], float] = lambda bound_s: math.inf
 ) -> tuple[dict[str, float], bool, float]:
-    """Lower bounds of the levels, whether memory makes the first one no slower, and what else is known that beats one of the bounds."""
+    """Lower bounds of the levels, whether memory makes the first one no slower, and what they must be for something else to beat all."""
     bounds: dict[str, float] = {}
     beaten_s = math.inf
     for level in (*LEVELS[:0:-1], LEVELS[0]):  # from the one that memory hurts least: what is above its bound need not be known
         promised = asks.promise(Recompute(level), min([*bounds.values(), beaten_s]), close)
         bounds[level] = promised[0]
         if math.isinf(beaten_s) and math.isfinite(promised[0]):
-            beaten_s, beats = beats(promised[0]), lambda bound_s: math.inf
+            beaten_s, beats = beats(promised[0] / (1 + min(close, 0.0))), lambda bound_s: math.inf
     return bounds, _is_unhurt(promised), beaten_s
 
 

@@ -114,8 +114,8 @@ def search_unless_beaten(
 
     Args:
         source, meshes, options, finer: as of :func:`search_plan`.
-        beats: seconds of what else is known that takes clearly less than so many; infinite where there is nothing. Asked once, and only where
-            memory makes all plans slower.
+        beats: what any plan must take at least for something else to be clearly better, given about what plans take; infinite where nothing
+            else is known. Asked once, and only where memory makes all plans slower.
     """
     return _Levels(source, meshes, options, beats).plan(finer)
 

@@ -8,6 +8,8 @@ from meshwright.planner.ir.mesh import MeshShape
 from meshwright.planner.ir.recompute import Recompute
 from meshwright.planner.stage_tries import Try
 
+_Cut = tuple[Recompute, int, MeshShape, bool]
+
 _PER_HALVING = 0.04
 """Part by which communication is expected to make a step longer each time that sequence or model are cut in two, until it is known."""
 
@@ -18,7 +20,7 @@ class Learned:
     def __init__(self) -> None:
         self._spent: dict[tuple[int, int], float] = {}
         self._hurt: dict[tuple[Recompute, int, int], float] = {}
-        self._work: dict[tuple[Recompute, int, MeshShape], list[tuple[int, float]]] = {}
+        self._work: dict[_Cut, list[tuple[int, float]]] = {}
 
     def add(self, item: Try, share: float, free_s: float, bound_s: float) -> None:
         """What was foreseen of one.
@@ -41,7 +43,7 @@ class Learned:
         """Seconds that its work takes at least: smaller micro-batches are no less work than larger ones, and a memory limit makes it none
         the less."""
         known = self._work.get(_cut_alike(item), ())
-        return max((work_s for count, work_s in known if count < item.micro_batches), default=0.0)
+        return max((work_s for count, work_s in known if count <= item.micro_batches), default=0.0)
 
     def likely_s(self, item: Try) -> float:
         """Seconds of a step that are likely, by what others that are cut alike communicate, and what memory costs others in flight alike."""
@@ -68,6 +70,6 @@ def _in_flight(item: Try) -> tuple[Recompute, int, int]:
     return item.recompute, item.degree, item.micro_batches
 
 
-def _cut_alike(item: Try) -> tuple[Recompute, int, MeshShape]:
-    """What combinations have in common that differ in their number of micro-batches alone."""
-    return item.recompute, item.degree, item.where.mesh
+def _cut_alike(item: Try) -> _Cut:
+    """What combinations have in common that differ in their number of micro-batches and their memory alone."""
+    return item.recompute, item.degree, item.where.mesh, item.hides

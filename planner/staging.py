@@ -103,12 +103,12 @@ class StageSearch:
         self.options, self.clock = options, Clock(options.progress)
         self.space = Space(source, devices, options, asked, degrees, self.clock)
         self.name = self.space.name
+        self._learned = Learned()
         self._begin()
 
     def _begin(self) -> None:
         """Nothing is worked on yet."""
         self._heap: list[Try] = []
-        self._learned = Learned()
         self._looked, self._solves, self._candidates, self._is_known = 0, 0, 0, False
         self._unsolved: list[Try] = []
         self.finished: list[Finished] = []
@@ -116,7 +116,8 @@ class StageSearch:
     # --- the search ---
 
     def plan(self, bar_s: float = math.inf) -> Plan | None:
-        """The best plan; None where none is faster than ``bar_s``. May be asked several times: combinations and their kernels are known then.
+        """The best plan; None where none is faster than ``bar_s``. May be asked several times: combinations, and what was
+        foreseen of them, are known then.
 
         Raises:
             InputError: the batch, the program or the strategy cannot be had so at all.
