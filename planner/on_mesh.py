@@ -38,8 +38,9 @@ from meshwright.planner.solve.optimise import (
 from meshwright.planner.solve.pins import Pin, find_pins, restrict_to_pins
 from meshwright.planner.solve.price import Outcome, memory_of, objective_s, price
 from meshwright.planner.solve.problem import Problem, Restriction
+from meshwright.planner.solve.restrict import followed, replicated_under, restrict
 from meshwright.planner.solve.rows import with_points
-from meshwright.planner.solve.strategies import followed, replicated_under, restrict, strategy_named
+from meshwright.planner.solve.strategies import strategy_named
 from meshwright.planner.solve.tables import Tables, build_tables
 
 

@@ -14,7 +14,7 @@ from meshwright.planner.program import Program
 from meshwright.planner.solve.evaluate import Evaluation, evaluate, kernel_seconds, require_equal
 from meshwright.planner.solve.extract import collectives, extract
 from meshwright.planner.solve.memory import RESERVE
-from meshwright.planner.solve.strategies import batch_length
+from meshwright.planner.solve.restrict import batch_length
 
 
 def checked_plan(

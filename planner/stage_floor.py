@@ -20,7 +20,7 @@ from meshwright.planner.ir.hardware import Device
 from meshwright.planner.solve.candidates import edges
 from meshwright.planner.solve.combine import RowTable, look_up_rows, product_of, table_of
 from meshwright.planner.solve.follow import rows_following_batch
-from meshwright.planner.solve.strategies import followed
+from meshwright.planner.solve.restrict import followed
 
 _BATCH, _SEQUENCE = "follows batch", "follows sequence"
 

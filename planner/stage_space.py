@@ -21,7 +21,8 @@ from meshwright.planner.on_mesh import OnMesh
 from meshwright.planner.options import Clock, Options
 from meshwright.planner.pipelined import PipelineRequest
 from meshwright.planner.program import Program
-from meshwright.planner.solve.strategies import followed, strategy_named
+from meshwright.planner.solve.restrict import followed
+from meshwright.planner.solve.strategies import strategy_named
 from meshwright.planner.stage_choices import STAGES_PER_RANK, micro_batch_counts
 from meshwright.planner.stage_floor import Shape, by_number_of_axes
 from meshwright.planner.stage_tries import Try
