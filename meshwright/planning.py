@@ -44,10 +44,6 @@ MOST_STAGES = 64
 """Pipeline ranks that are looked at where nobody says how many."""
 
 
-class _Searches(dict[tuple[bool, bool], StageSearch]):
-    """Searches for stages of one call, by whether the program is folded, and whether the whole batch at once is of interest."""
-
-
 class _Phases:
     """Seconds of phases that are told as they begin."""
 
@@ -115,7 +111,7 @@ def _plan_with_or_without_stages(
     captured: Folded, target: Target, request: Request, model: str, tell: debug.Progress, stages_if_faster: bool
 ) -> Plan:
     """The plan of the whole program on all devices, or one in stages: where that alone fits, or is faster by more than a margin."""
-    degrees, searches = _degrees_to_try(captured, target, request), _Searches()
+    degrees, searches = _degrees_to_try(captured, target, request), dict[bool, StageSearch]()
 
     def in_stages(bar_s: float, is_hurt: bool) -> Plan | None:
         if not stages_if_faster or not degrees:
@@ -238,10 +234,10 @@ def _search_in_stages(
     tell: debug.Progress,
     degrees: Sequence[int],
     bar_s: float,
-    known: _Searches | None = None,
+    known: dict[bool, StageSearch] | None = None,
 ) -> Plan | None:
-    """The best plan in stages, on the folded program where that stands for the whole one; None: none is faster than ``bar_s``. ``known``: those
-    of the same call with another bar."""
+    """The best plan in stages, on the folded program where that stands for the whole one; None: none is faster than ``bar_s``. ``known``: the
+    searches for the same stages with other bars, by whether the program is folded."""
     options = replace(request.options(model, tell), alternatives=False)
     tell("stages")
 
@@ -253,14 +249,14 @@ def _search_in_stages(
         return logical_meshes(of_stage.topology, asked, search=of_stage.searched), link
 
     devices = Devices(target.mesh.num_devices, inside)
-    known = _Searches() if known is None else known
+    known = {} if known is None else known
     notes, plan, folds = captured.notes, None, bool(captured.repeats)
 
     def searching(folds: bool) -> StageSearch:
-        if (folds, stages.at_once) not in known:
+        if folds not in known:
             source, whole = (captured, _expanded) if folds else (captured.unfolded, _as_it_is)
-            known[folds, stages.at_once] = StageSearch(source, devices, partial(whole, captured), options, stages, degrees)
-        return known[folds, stages.at_once]
+            known[folds] = StageSearch(source, devices, partial(whole, captured), options, stages, degrees)
+        return known[folds]
 
     if folds:
         try:

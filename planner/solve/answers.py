@@ -31,6 +31,10 @@ class Effort:
     prices: int = 12
     foreseen: float = 0.1
 
+    def takes(self, cost: float, bound: float) -> bool:
+        """Whether a plan that is foreseen is so near to the bound that it is taken as it is."""
+        return cost * (1 - self.foreseen * self.gap) <= bound
+
 
 @dataclass(frozen=True)
 class Solution:

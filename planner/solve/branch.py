@@ -129,9 +129,7 @@ class Search:
 
     def _is_foreseen(self) -> bool:
         """Whether a plan was foreseen that is of interest and so near to the bound that nothing is worth solving."""
-        return self.upper < self._beat() and self.upper - self.root.lower <= self.effort.foreseen * self.effort.gap * abs(
-            self.upper
-        )
+        return self.upper < self._beat() and self.effort.takes(self.upper, self.root.lower)
 
     def _solution(self, lower: float) -> Solution:
         assert self.chosen is not None

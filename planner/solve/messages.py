@@ -48,6 +48,7 @@ class Messages:
         self._number = {}
         for k, (a, b) in enumerate(pairwise.between):
             self._number[a, b], self._number[b, a] = 2 * k, 2 * k + 1
+        self._starts = np.cumsum([0, *map(pairwise.size_of, range(len(pairwise.own) - 1))])
         self._order_all()
 
     def _order_all(self) -> None:
@@ -88,7 +89,6 @@ class Messages:
         self._terms = Sum(alone, pairs, self._edges)
         self._sent = [np.zeros(self._pairwise.size_of(b)) for _, b in self._number]
         self._total = [own.copy() for own in alone]
-        self._starts = np.cumsum([0, *(len(total) for total in self._total[:-1])])
 
     def sweep(self, times: int) -> None:
         """Pass messages over all pairs, forth and back by turns: each choice gives parts of what it has to those after it."""

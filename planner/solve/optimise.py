@@ -89,9 +89,9 @@ def optimise_below(
         return None
     if ahead.look is not None and ahead.about_s > ahead.bound_s * (1 + effort.gap):
         ahead = ahead.look.move(max(NEAR, effort.foreseen))
-    is_near = ahead.about_s * (1 - effort.foreseen * effort.gap) <= ahead.bound_s  # then it is taken as it is
+    least_cutoff_s = ahead.about_s * (1 + _EXACT) if effort.takes(ahead.about_s, ahead.bound_s) else 0.0
     for likely in _LIKELY:
-        cutoff_s = min(beat_s, max(likely * ahead.bound_s, ahead.about_s * (1 + _EXACT) if is_near else 0.0))
+        cutoff_s = min(beat_s, max(likely * ahead.bound_s, least_cutoff_s))
         found = Search(problem, restriction, cache, effort, cutoff_s, unlimited, ahead).run()
         if cutoff_s >= beat_s:
             break

@@ -14,7 +14,7 @@ import numpy as np
 
 from meshwright.planner.solve.bundle import Plane, Prices
 from meshwright.planner.solve.forks import Groups, Leg, forks_of, together
-from meshwright.planner.solve.problem import SEGMENTS, Choice, Demand, Flow, Problem, Restriction
+from meshwright.planner.solve.problem import SEGMENTS, Demand, Flow, Problem, Restriction
 from meshwright.planner.solve.program import NetworkCache, typical_seconds
 
 # Stands for "cannot be reached": so many times a typical objective. Far larger numbers would travel with the messages.
@@ -68,7 +68,7 @@ class Pairwise:
             for g, c in enumerate(problem.choices)
         ]
         self.unreachable_s = _FAR * typical_seconds(problem)
-        self._static = [_static(c)[kept] for c, kept in zip(problem.choices, self.kept, strict=True)]
+        self._static = [c.static_bytes[kept] for c, kept in zip(problem.choices, self.kept, strict=True)]
         self.own = [self._of_choice(g) for g in range(len(problem.choices))]
         self.rank = [(g, -1) for g in range(len(problem.choices))]
         self.between: dict[Pair, Priced] = {}
@@ -225,11 +225,6 @@ class Pairwise:
         terms = np.array([sum(float(b[at[g]]) for g, b in term.items()) for term in self._terms])
         chosen = tuple(int(kept[i]) for kept, i in zip(self.kept, at, strict=False))
         return Plane(fixed, compute, hidden, over, terms, chosen)
-
-
-def _static(choice: Choice) -> np.ndarray:
-    """Bytes of a choice by candidate that are there all the time."""
-    return np.add.reduce(list(choice.memory_bytes.values())) if choice.memory_bytes else np.zeros(choice.num_candidates)
 
 
 def _added(term: Sequence[tuple[int, np.ndarray]]) -> dict[int, np.ndarray]:

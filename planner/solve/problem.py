@@ -50,6 +50,11 @@ class Choice:
     def num_candidates(self) -> int:
         return len(self.compute_s)
 
+    @cached_property
+    def static_bytes(self) -> np.ndarray:
+        """Bytes that are there all the time, of all categories, shape [candidates]."""
+        return sum(self.memory_bytes.values(), np.zeros(self.num_candidates))
+
 
 @dataclass(frozen=True)
 class Network:

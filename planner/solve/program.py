@@ -270,8 +270,7 @@ class _Assembly:
             return choice.count * self.restriction.avoid.get(g, np.zeros(choice.num_candidates)).astype(float)
         if not self.timed:
             return np.zeros(choice.num_candidates)
-        static = sum(choice.memory_bytes.values(), np.zeros(choice.num_candidates))
-        return self.scale * static * self.problem.tie_memory_s_per_byte
+        return self.scale * choice.static_bytes * self.problem.tie_memory_s_per_byte
 
     def flow(self, index: int, flow: Flow) -> None:
         allowed = flow.allowed & self.restriction.arcs[index] if index in self.restriction.arcs else flow.allowed
@@ -374,7 +373,7 @@ class _Assembly:
             self.rows.cost[column] += amount * _OBJECTIVE
 
     def _static(self, g: int) -> list[tuple[int, float]]:
-        static = sum(self.problem.choices[g].memory_bytes.values(), np.zeros(len(self.columns[g])))
+        static = self.problem.choices[g].static_bytes
         return [(col, b) for col, b in zip(self.columns[g].tolist(), static.tolist(), strict=True) if col >= 0 and b]
 
     def _peak(self, terms: Sequence[Sequence[tuple[int, np.ndarray]]], unit: float) -> int:
@@ -433,6 +432,6 @@ def _memory_bytes(problem: Problem, restriction: Restriction, of: Callable[[np.n
         allowed = restriction.allowed.get(g)
         return of(values if allowed is None else values[allowed])
 
-    static = sum(at(g, sum(c.memory_bytes.values(), np.zeros(c.num_candidates))) for g, c in enumerate(problem.choices))
+    static = sum(at(g, c.static_bytes) for g, c in enumerate(problem.choices))
     peaks = sum(p.weight * max(sum(at(g, b) for g, b in t) for t in p.terms) for p in problem.peaks if p.terms)
     return static + peaks + sum(problem.fixed_bytes.values())

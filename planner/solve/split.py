@@ -45,8 +45,7 @@ def _own(problem: Problem, g: int, byte_s: float) -> np.ndarray:
     """Compute and the worth of memory of a choice in seconds, shape [candidates]."""
     choice = problem.choices[g]
     gather_s = np.zeros(choice.num_candidates) if choice.gather_s is None else choice.gather_s
-    static = sum(choice.memory_bytes.values(), np.zeros(choice.num_candidates))
-    return choice.count * (choice.compute_s + gather_s) + byte_s * static
+    return choice.count * (choice.compute_s + gather_s) + byte_s * choice.static_bytes
 
 
 def _difference_by_choice(problem: Problem, cache: NetworkCache, a: Sequence[int], b: Sequence[int]) -> np.ndarray:

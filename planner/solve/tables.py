@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -132,10 +132,8 @@ def build_tables(
     classes = _classes(layout, clusters, mesh, costs, allowed)
     sizes = Sizes([c.expanded for c in classes], mesh.sizes)
     points = MemoryRows(graph, clusters, layout, sizes)
-    memory, hidden = (
-        _memory(layout, clusters, sizes, trained, points),
-        layout.hidden if costs.overlaps else frozenset[tuple[str, str]](),
-    )
+    memory = _memory(layout, clusters, sizes, trained, points)
+    hidden = layout.hidden if costs.overlaps else frozenset[tuple[str, str]]()
     choices = [_choice(layout, clusters, g, c, memory[g], hidden) for g, c in enumerate(classes)]
     unreduced = layout.unreduced if precision == "bf16-mixed" else frozenset[str]()
     made = Flows(layout, clusters, [c.expanded for c in classes], mesh, unreduced, hidden, costs)
@@ -270,7 +268,7 @@ def _tie_memory(choices: Sequence[Choice]) -> float:
     """Seconds per byte such that all static memory together weighs 1e-6 of the compute."""
     medians = {key: _median(seconds) for key, seconds in {id(c.compute_s): c.compute_s for c in choices}.items()}
     compute = sum(c.count * medians[id(c.compute_s)] for c in choices)
-    totals = [reduce(np.add, c.memory_bytes.values()) for c in choices if c.memory_bytes]
+    totals = [c.static_bytes for c in choices if c.memory_bytes]
     starts = np.cumsum([0, *map(len, totals[:-1])])
     static = float(np.maximum.reduceat(np.concatenate(totals), starts).sum()) if totals else 0.0
     return 1e-6 * compute / static if static else 0.0
